@@ -11,15 +11,18 @@ a planner could know of.
 
 import contextlib
 import itertools
+import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,12 +32,13 @@ from tierstore.dist.placement import RankCosts
 from tierstore.dist.placement.measure import measure_ranks
 from tierstore.models import DLRM
 from tierstore.optim.configs import RULES
-from tierstore.plan import Host, Prediction, Setup, TableShape, Workload, accesses_of
+from tierstore.plan import Host, Prediction, Processor, Setup, SoftwareCosts, TableShape, Workload, accesses_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand, pool_loads
+from tierstore.plan.host import LIBRARY_BYTES, load_host
 from tierstore.plan.loads import in_words
 from tierstore.plan.measure import measure, page_cache
-from tierstore.plan.model import predict
+from tierstore.plan.model import predict, processes_bytes
 from tierstore.plan.workload import DenseWork, dlrm_work
 from tierstore.trace import TableTrace, Trace
 
@@ -43,8 +47,9 @@ from .common import Goal, Part, Report, Run, Table, median_of, start
 from .serving.clients import RestClient
 from .serving.latency import NUM_FIRST, around_highest
 from .serving.load import Load, Quantiles, closed_loop, open_loop, poisson
-from .serving.queries import QUERY_SIZES, encoded_rest
+from .serving.queries import QUERY_SIZES, Ranking, encoded_rest
 from .serving.rig import ServerProcess
+from .serving.shape import kaggle_rows, kaggle_store
 from .serving.zoo import MODELS, PART, PLACEMENTS, ZooModel
 from .sharded.ranks import run_ranks
 from .steps import StepWorkload, fill, jagged, model_step, timed
@@ -377,6 +382,108 @@ def _tell_served(figures: Found, *, part: str) -> Report:
     return Report([table], notes=[_NOTE] if part == MODELS[-1] else [])
 
 
+def _free_ports() -> list[str]:
+    """Flags of ports that a server of several workers can have: they are next to each other."""
+    first = 20_000 + 8 * (os.getpid() % 1000)
+    return [
+        word
+        for step, name in enumerate(("port", "grpc-port", "admin-port"))
+        for word in (f"--{name}", str(first + step))
+    ]
+
+
+def _loaded(server: ServerProcess, queries: list[bytes], at_once: int, seconds: float) -> Found:
+    """As many queries as it answers: a second, seconds of its processes' time that each takes, and their memory: what
+    is their own, and the files that the largest has mapped, which are libraries, and may be dropped."""
+    parent = psutil.Process(server.process.pid)
+    processes = [parent, *parent.children(recursive=True)]
+
+    def cpu() -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+    def load(seconds: float) -> Load:
+        return closed_loop(RestClient(HOST, server.rest_port, at_once), queries, at_once=at_once, seconds=seconds)
+
+    load(seconds)
+    before, found = cpu(), load(seconds)
+    answered, fields = len(found.since(0)), [fields_of(f"{each.pid}/smaps_rollup") for each in processes]
+    own, whole = ([int(each[name].split()[0]) << 10 for each in fields] for name in ("Anonymous", "Rss"))
+    return {
+        "rate": answered / found.seconds,
+        "cpu_s": (cpu() - before) / answered,
+        "client_cores": found.cores,
+        "memory": sum(own),
+        "libraries": max(whole) - own[whole.index(max(whole))],
+    }
+
+
+def _measure_workers(request: Run, figures: Found) -> Found:
+    """By the medians of what part "unseen" measured of this machine; what it did not say of it is of an example."""
+    config, own, points = request.config, request.config["workers_model"], []
+    rounds = figures["unseen"]["hosts"] if "unseen" in figures else [{"flops": 1e11, **vars(SoftwareCosts())}]
+    costs = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    processor = Processor(cores=2, flops=costs.pop("flops"))
+    host = replace(load_host("cloud-16-cores"), processor=processor, costs=SoftwareCosts(**costs))
+    store, generator = kaggle_store(request.folder, own), np.random.default_rng(1)
+    rows, ddr = kaggle_rows(own), own["ddr_mib"] << 20
+    layers: Found = {"bottom_mlp": own["bottom_mlp"], "top_mlp": own["top_mlp"], "interaction": "dot"}
+    dense = dlrm_work([own["dim"]] * len(rows), num_dense=_DENSE, cross_layers=0, cross_rank=0, **layers)
+    shapes = [
+        TableShape(name=f"t{number}", num_embeddings=each, embedding_dim=own["dim"]) for number, each in enumerate(rows)
+    ]
+    for samples, workers in itertools.product(own["samples"], own["workers"]):
+        at_once = own["at_once"]
+        drawn = Ranking(rows, 1.05).draw(generator, own["queries"], sizes=[samples] * own["queries"])
+        flags = ["--workers", str(workers), "--warm-up", "none", *_free_ports()]
+        with ServerProcess(store, ddr, log=request.folder / "serve.log", flags=flags) as server:
+            found = _loaded(
+                server, [encoded_rest(each) for each in drawn], workers * at_once, config["workers_seconds"]
+            )
+        shape = Workload(name="kaggle", tables=tuple(shapes), batch_samples=samples, **dense._asdict())
+        setup = Setup(
+            workload=shape, host=host, ddr_bytes=ddr, page_cache_bytes=8 << 30, workers=workers, threads=1,
+            policy="auto", batch_samples_max=samples * at_once,
+        )  # fmt: skip
+        demand = Demand.analytic(shape, "auto")
+        predicted = predict(setup, demand)
+        found |= {"predicted_cpu_s": workers * samples / predicted.samples_per_s, "bottleneck": predicted.bottleneck}
+        found["predicted_memory"] = ddr + processes_bytes(setup, demand) - LIBRARY_BYTES
+        points.append(found | {"samples": samples, "workers": workers})
+        print(f"  {points[-1]}", flush=True)
+    return {"points": points}
+
+
+def _tell_workers(figures: Found) -> Report:
+    rows, off = [], {"memory": list[float](), "throughput": list[float]()}
+    for each in figures["points"]:
+        off["memory"].append(each["predicted_memory"] / each["memory"] - 1)
+        off["throughput"].append(each["cpu_s"] / each["predicted_cpu_s"] - 1)
+        rows.append(
+            [
+                f"{each['samples']}", f"{each['workers']}", f"{each['rate']:,.0f}", f"{1 / each['cpu_s']:,.0f}",
+                f"{1 / each['predicted_cpu_s']:,.0f}", f"{off['throughput'][-1]:+.0%}",
+                f"{each['memory'] / 2**20:,.0f}", f"{each['predicted_memory'] / 2**20:,.0f}",
+                f"{off['memory'][-1]:+.0%}", in_words(each["bottleneck"]),
+            ]
+        )  # fmt: skip
+    columns = [
+        "samples of a query", "workers", "queries/s", "a core used", "predicted", "off", "memory, MiB", "predicted",
+        "off", "bottleneck",
+    ]  # fmt: skip
+    goals = [
+        Goal(f"workers: {key} predicted, the most that one is off", round(max(map(abs, values)), 3), at_most=most)
+        for (key, values), most in zip(off.items(), (0.1, 0.2), strict=True)
+    ]
+    note = (
+        "Workers: the DLRM of the serve benchmark at a tenth of Kaggle's rows, over REST, in a closed loop of 16 "
+        "queries a worker. Generator, server and others share the cores, so what is predicted is how many queries a "
+        "second of a core's time answers, by the costs that the unseen workloads are predicted with; the times of a "
+        "request and of a batch were fitted to this model. Memory is the processes' own; files of libraries, which "
+        "they share, are up to 0.5 GiB more."
+    )
+    return Report([Table("servers of several workers, predicted", columns, rows)], goals, [note])
+
+
 _NOTE: Final = (
     "Throughput: one query a request, over REST, at the times of a Poisson process; latency counts from the time "
     "that a query was due. Queries have a tenth of the candidates of MLPerf Inference's DLRM, 10 to 70, as two "
@@ -401,7 +508,8 @@ _TRAINED: Final = {
     for key, (title, note) in _WORDS.items()
 }
 _SERVED: Final = {name: Part(partial(_measure_served, part=name), partial(_tell_served, part=name)) for name in MODELS}
-PARTS: Final[dict[str, Part]] = _TRAINED | {"operators": PART} | _SERVED
+_WORKERS: Final = {"workers": Part(_measure_workers, _tell_workers)}
+PARTS: Final[dict[str, Part]] = _TRAINED | _WORKERS | {"operators": PART} | _SERVED
 
 if __name__ == "__main__":
     start("plan")

@@ -1,9 +1,13 @@
 """The examples, run as a newcomer does, but in this process: importing torch takes longer than most of them."""
 
+import os
 import re
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -67,11 +71,18 @@ def test_dlrm_learns_beyond_its_budget_and_a_second_run_ends_in_the_bits_of_one_
     short(10, "parts")
     assert short(10, "parts").startswith("steps 10 to 20: ")
     short(20, "whole")
-    with tierstore.open("parts", mode="r") as parts, tierstore.open("whole", mode="r") as whole:
-        for name, table in parts.tables.items():
+    require_same_bits("parts", "whole")
+
+
+def require_same_bits(*directories: str) -> None:
+    """Of all rows, and of what a checkpoint has besides."""
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(tierstore.open(directory, mode="r")) for directory in directories)
+        for name, table in one.tables.items():
             ids = torch.arange(table.config.num_embeddings)
-            assert torch.equal(table.read(ids), whole[name].read(ids))
-        assert torch.equal(*(store.tensors()["tierstore.checkpoint"] for store in (parts, whole)))
+            assert torch.equal(table.read(ids), other[name].read(ids))
+            assert torch.equal(table.read_state(ids), other[name].read_state(ids))
+        assert torch.equal(*(store.tensors()["tierstore.checkpoint"] for store in (one, other)))
 
 
 def test_an_embedding_bag_that_moved_has_the_losses_that_it_would_have_had(run: Run) -> None:
@@ -88,10 +99,21 @@ def test_code_of_torchrec_trains(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert after < 0.95 * before
 
 
-def test_a_sequence_model_learns_what_comes_next(run: Run) -> None:
-    (_, before), (_, after, _) = map(numbers, run("sequence.py"))
-    assert before < 20
+def test_a_sequence_model_has_its_twins_losses_and_goes_on_after_a_kill_to_the_bits_of_one_run(run: Run) -> None:
+    (first, stop, _, before, after), (theirs, ours) = map(numbers, run("sasrec.py"))
+    assert (first, stop) == (0, 120)
+    assert before < 10
     assert after > 50
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+    def short(steps: int, directory: str, *change: tuple[str, str]) -> str:
+        return run("sasrec.py", ("= 128, 120, 40", f"= 128, {steps}, 10"), ("sasrec-store", directory), *change)[0]
+
+    with pytest.raises(ZeroDivisionError):
+        short(20, "parts", ("losses.append(loss)", "losses.append(loss / (len(losses) != 14))"))
+    assert short(10, "parts").startswith("steps 10 to 20: ")
+    short(20, "whole")
+    require_same_bits("parts", "whole")
 
 
 def test_fine_tuning_follows_its_schedule_and_leaves_the_frozen_table_alone(run: Run) -> None:
@@ -134,6 +156,16 @@ def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> No
     assert [budget for budget, _ in budgets] == [8, 16, 32, 64]
     rates = [rate for _, rate in budgets]
     assert rates == sorted(rates)
+
+
+@pytest.mark.slow
+def test_a_first_day_ends_well(tmp_path: Path) -> None:
+    own = {"DAY_BIN": sysconfig.get_path("scripts"), "DAY_ROWS": "2000", "TMPDIR": str(tmp_path)}
+    own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["sh", EXAMPLES / "day.sh"], capture_output=True, text=True, env=os.environ | own)
+    assert not done.returncode, done.stdout + done.stderr
+    parts = re.findall(r"^([a-z]+): \d+ s$", done.stdout, re.MULTILINE)
+    assert parts == ["demo", "convert", "parquet", "serve", "curl", "publish", "torchrun", "plan"]
 
 
 def test_the_table_names_every_example_and_their_files_are_valid() -> None:

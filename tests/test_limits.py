@@ -16,7 +16,7 @@ from tierstore import config, layout
 from tierstore.cache import base as host
 from tierstore.dist.plan import MAX_RANKS, Plan
 from tierstore.hbm import cache as device_cache
-from tierstore.io import btree, records
+from tierstore.io import meta, records
 from tierstore.layout import RowLayout
 from tierstore.store import manifest, version
 from tierstore.updates.update_file import MAX_PAYLOAD_BYTES
@@ -43,7 +43,7 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
         "characters of a name": str(config._MAX_NAME),
         "tables": _power(layout.MAX_TABLES),
         "bytes of the manifest": f"{manifest._MAX_BYTES // _MIB} MiB",
-        "pages of the file": f"{_power(btree.MAX_PAGES)}: {btree.MAX_PAGES * _PAGE // 2**40} TiB",
+        "pages of the file": f"{_power(meta.MAX_PAGES)}: {meta.MAX_PAGES * _PAGE // 2**40} TiB",
         "pages of a segment": str(layout.SEGMENT_PAGES),
         "versions kept": f"{config.MAX_KEPT_VERSIONS:,}",
         "number of a version": _power(records.MAX_VERSION, 1),
@@ -98,11 +98,11 @@ def test_a_plan_of_too_many_ranks_and_a_file_of_too_many_pages(tmp_path: Path) -
     Plan(MAX_RANKS + 1, {}).save(path)
     with pytest.raises(ValueError, match="world_size"):
         Plan.load(path)
-    page = bytearray(btree.META_READ_BYTES)
+    page = bytearray(meta.META_READ_BYTES)
     struct.pack_into("<H", page, 10, 8)
-    struct.pack_into("<IIQQ", page, 16, btree.MAGIC, 1, 0, 0)
-    struct.pack_into("<IHH5Q", page, 40, _PAGE, 8, 0, 0, 0, 0, 0, btree.NO_ROOT)
-    struct.pack_into("<IHH5Q", page, 88, 0, 0, 0, 0, 0, 0, 0, btree.NO_ROOT)
-    for last, fits in ((btree.MAX_PAGES - 1, True), (btree.MAX_PAGES, False)):
+    struct.pack_into("<IIQQ", page, 16, meta.MAGIC, 1, 0, 0)
+    struct.pack_into("<IHH5Q", page, 40, _PAGE, 8, 0, 0, 0, 0, 0, meta.NO_ROOT)
+    struct.pack_into("<IHH5Q", page, 88, 0, 0, 0, 0, 0, 0, 0, meta.NO_ROOT)
+    for last, fits in ((meta.MAX_PAGES - 1, True), (meta.MAX_PAGES, False)):
         struct.pack_into("<QQ", page, 136, last, 1)
-        assert isinstance(btree.parse_meta(bytes(page)), btree.Meta) == fits
+        assert isinstance(meta.parse_meta(bytes(page)), meta.Meta) == fits

@@ -175,5 +175,5 @@ def test_every_option_is_drawn_by_a_program() -> None:
     expected = {
         each: {field.name for field in dataclasses.fields(each) if field.compare} for each in public_configurations()
     }
-    expected[tierstore.open] = inspect.signature(tierstore.open).parameters.keys() - {"directory"}
+    expected[tierstore.open] = inspect.signature(tierstore.open).parameters.keys() - {"directory", "create"}
     assert {each: set(options) for each, options in OPTIONS.items()} == expected

@@ -63,9 +63,10 @@ def test_version_is_one_and_the_command_line_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_import_says_nothing_loads_little_and_gives_every_name_when_it_is_asked_for() -> None:
-    """Nor do help and wrong usage of any command. numba itself loads scipy, where it is there. Names are those of
-    ``__all__``, and packages that the documentation uses."""
+def test_import_says_nothing_loads_little_and_gives_every_name_when_asked_for_it(store_dir: Path) -> None:
+    """Nor do help, wrong usage of any command, and inspect. numba itself loads scipy, where it is there. Names are
+    those of ``__all__``, and packages that the documentation uses."""
+    tierstore.open(store_dir).close()
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     used = set(re.findall(r"\btierstore\.([a-z]+)\.[A-Za-z]", "".join(each.read_text() for each in texts)))
     named = {name for name in used if (ROOT / "tierstore" / name).is_dir()}
@@ -76,10 +77,11 @@ from tierstore import cli
 from tierstore.cli import entry
 groups = [[name, each] for name, of in entry._COMMANDS.items() if of.commands for each in of.commands()]
 for words in (["--version"], ["--help"], ["nix"], *([*each, "--help"] for each in [*groups, *zip(entry._COMMANDS)]),
-              ["serve", "--nix"], ["export"], ["train"], ["quantize", "a", "b"]):
+              ["serve", "--nix"], ["export"], ["train"], ["quantize", "a", "b"], ["inspect", sys.argv.pop(1)]):
     shown = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
         cli.main(words)
+assert "nothing committed yet, 0 tables" in shown.getvalue()
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numba", "tqdm"}))
 import torch, numba
 before = set(sys.modules)
@@ -89,7 +91,7 @@ import tierstore
 found = [getattr(tierstore, name) for name in sys.argv[1:]]
 print({*sys.argv[1:]} <= {*dir(tierstore)}, hasattr(tierstore, "nix"))
 """
-    command_line, package, names = run_python(code, *named, *tierstore.__all__).splitlines()
+    command_line, package, names = run_python(code, str(store_dir), *named, *tierstore.__all__).splitlines()
     assert command_line == ""
     assert "tierstore" in package.split()
     assert not set(package.split()) & HEAVY
@@ -148,6 +150,7 @@ def test_root_links_lead_to_the_layers_and_do_not_hide_the_standard_library() ->
 
 MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc"}
 BROUGHT = {"llvmlite", "triton"}  # what numba and torch depend on
+FOR_OTHERS = {"gcsfs", "s3fs"}  # what fsspec imports
 
 
 def imported() -> Iterator[str]:
@@ -161,8 +164,10 @@ def imported() -> Iterator[str]:
 
 
 def test_what_is_imported_is_asked_for_and_nothing_else() -> None:
-    extras = [each for extra in ("parquet", "serve") for each in PROJECT["optional-dependencies"][extra]]
-    asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)}
+    extras = [
+        each for extra in ("parquet", "remote", "serve", "shell") for each in PROJECT["optional-dependencies"][extra]
+    ]
+    asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)} - FOR_OTHERS
     used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
     assert {MODULES.get(name, name) for name in asked} == used - BROUGHT
 

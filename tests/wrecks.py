@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 import tierstore
-from tierstore.io.btree import Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.meta import Meta, parse_meta
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.store.manifest import Manifest
 from tierstore.store.version import NO_LINEAGE, TableState, pack

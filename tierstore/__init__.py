@@ -5,7 +5,7 @@ optimizer runs inside backward, and a commit is atomic over everything.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from . import system as _system
 from .system import __version__
@@ -19,11 +19,16 @@ __all__ = [
 ]  # fmt: skip
 
 _system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.unsharded").open_whole(*source)
-_HOMES: Final = (
-    "config", "nn.prefetch", "nn.jagged", "nn.embedding", "nn.collection", "nn.convert", "store", "pool.stats",
-    "offline.quantization",
-)  # fmt: skip
-_MODULES: Final = {"checkpoint": "nn.checkpoint"}
+_HOMES: Final = {
+    "TableConfig": "config", "prefetch": "nn.prefetch", "checkpoint": "nn.checkpoint",
+    "open": "store.opening:open_store",
+    **dict.fromkeys(("JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"), "nn.jagged"),
+    **dict.fromkeys(("TieredEmbedding", "TieredEmbeddingBag"), "nn.embedding"),
+    **dict.fromkeys(("TieredEmbeddingBagCollection", "TieredEmbeddingCollection"), "nn.collection"),
+    **dict.fromkeys(("convert", "plain_model"), "nn.convert"), **dict.fromkeys(("Store", "Table"), "store"),
+    **dict.fromkeys(("Stats", "TierStats"), "pool.stats"), "DynamicIds": "ids.configs",
+    **dict.fromkeys(("QuantizeReport", "QuantizedTable", "quantize"), "offline.quantization"),
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from . import dist as dist
@@ -44,19 +49,7 @@ if TYPE_CHECKING:
     from .store import Store, Table
     from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
 else:
-
-    def __getattr__(name: str) -> Any:
-        """A name, or a module, when it is first asked for: torch and numba take seconds to load."""
-        asked = "open_store" if name == "open" else name
-        for home in _HOMES if name in __all__ and name not in ("checkpoint", "errors", "ids", "init", "optim") else ():
-            if (found := getattr(importlib.import_module(f"{__name__}.{home}"), asked, None)) is not None:
-                return globals().setdefault(name, found)
-        try:
-            return globals().setdefault(name, importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}"))
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name) from None
+    __getattr__ = _system.late(globals(), _HOMES)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

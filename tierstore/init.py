@@ -12,20 +12,11 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from .kernels.arrays import Int32s, Int64s, Weights, Words
-from .kernels.floats import FLOAT32, INT4, INT8, code_of_dtype
-from .kernels.hashing import mix64, unit
-from .kernels.jit import inline, kernel, prefetch_item
-from .kernels.quantized import pack_rows
-from .kernels.simd import store
-from .kernels.slots import AHEAD
 from .layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from .system.checks import by_kind
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
-_CONSTANT: Final = 0
-_UNIFORM: Final = 1
-_NORMAL: Final = 2
 _CHUNK_ROWS: Final = 1024
 
 
@@ -40,7 +31,6 @@ class Initializer:
 
     place: int | None = field(default=None, kw_only=True, compare=False, repr=False)
     kind: ClassVar[str] = ""
-    _code: ClassVar[int] = _CONSTANT
     first_column = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +59,10 @@ class Initializer:
                 first values in float32.
             dtype_code: ``floats.code_of_dtype`` of the dtype.
         """
+        from .kernels.floats import FLOAT32, INT4, INT8  # numba takes a second to load
+        from .kernels.quantized import pack_rows
+        from .kernels.slots import FIRST_VALUES, fill_rows
+
         if dtype_code in (INT8, INT4):
             places = np.arange(min(len(keys), _CHUNK_ROWS), dtype=np.int32)
             values = np.empty((len(places), dim), np.float32)
@@ -83,10 +77,12 @@ class Initializer:
         if self.place is not None:
             keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
         bits, column = np.uint64(seed % 2**64), self.first_column
-        fill_rows(self._code, first, second, bits, column, keys, slots, weights, dim, dtype_code)
+        fill_rows(FIRST_VALUES[self.kind], first, second, bits, column, keys, slots, weights, dim, dtype_code)
 
     def rows(self, keys: Int64s, layout: RowLayout) -> Words:
         """Weights of whole rows before anything is written to them, uint64 [n, weight words of the layout]."""
+        from .kernels.floats import code_of_dtype
+
         words, slots = np.zeros((len(keys), layout.weight_words), np.uint64), np.arange(len(keys), dtype=np.int32)
         self.fill(keys, slots, words.view(layout.numpy_dtype), layout.dim, code_of_dtype(layout.dtype))
         return words
@@ -118,7 +114,6 @@ class Constant(Initializer):
 
     value: float = 0.0
     kind: ClassVar[str] = "constant"
-    _code: ClassVar[int] = _CONSTANT
 
     def _parameters(self) -> tuple[float, float, int]:
         return self.value, 0.0, 0
@@ -142,7 +137,6 @@ class Uniform(_Random):
     high: float = 0.01
     seed: int = 0
     kind: ClassVar[str] = "uniform"
-    _code: ClassVar[int] = _UNIFORM
 
     def _parameters(self) -> tuple[float, float, int]:
         if not self.low <= self.high:
@@ -158,7 +152,6 @@ class Normal(_Random):
     std: float = 0.01
     seed: int = 0
     kind: ClassVar[str] = "normal"
-    _code: ClassVar[int] = _NORMAL
 
     def _parameters(self) -> tuple[float, float, int]:
         if self.std < 0:
@@ -172,34 +165,3 @@ _KINDS: Final[dict[str, type[Initializer]]] = {kind.kind: kind for kind in (Cons
 def from_dict(fields: dict[str, Any]) -> Initializer:
     """Inverse of ``Initializer.to_dict``. ValueError for an unknown kind."""
     return by_kind(fields, _KINDS, "initializer")
-
-
-@inline
-def _value(code: int, first: float, second: float, row_bits: np.uint64, column: int) -> np.float32:
-    if code == _CONSTANT:
-        return np.float32(first)
-    bits = mix64(np.uint64(row_bits + np.uint64(column)))
-    if code == _UNIFORM:
-        value = np.float32(first + (second - first) * unit(bits))
-        # Rounding to float32 may reach the open end; step back inside.
-        return value if value < second or first == second else np.float32(first)
-    radius = math.sqrt(-2.0 * math.log(1.0 - unit(bits)))
-    angle = 2.0 * math.pi * unit(mix64(np.uint64(bits ^ np.uint64(0xD1B54A32D192ED03))))
-    return np.float32(first + second * radius * math.cos(angle))
-
-
-@kernel
-def fill_rows(
-    code: int, first: float, second: float, seed: np.uint64, first_column: int, keys: Int64s, slots: Int32s,
-    weights: Weights, dim: int, dtype_code: int,
-) -> None:  # fmt: skip
-    """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
-    seed_bits = mix64(seed)
-    for i in range(keys.shape[0]):
-        if i + AHEAD < keys.shape[0]:
-            prefetch_item(weights, (np.int64(slots[i + AHEAD]), 0))
-        row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
-        slot = slots[i]
-        for column in range(dim):
-            store(weights, slot, column, _value(code, first, second, row_bits, first_column + column), dtype_code, 1)
-        weights[slot, dim:] = 0

@@ -14,10 +14,12 @@ their keys. docs/format.md draws it.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 FloatName = Literal["float32", "float16", "bfloat16"]
 QuantizedName = Literal["int8", "int4"]
@@ -37,13 +39,6 @@ SEGMENT_PAGES: Final = 16  # of a full segment, unless one block takes more
 MAX_PAGES_PER_BLOCK: Final = 64
 _GOOD_FILL: Final = 0.75
 
-_TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.float32,
-    "int4": torch.float32,
-}
 _BYTE_SCALE_BYTES: Final = 8
 _NIBBLE_SCALE_BYTES: Final = 4  # scale and bias of a quantized row: two float32 with int8, two float16 with int4
 
@@ -73,9 +68,11 @@ class RowLayout:
         return self.dtype in get_args(QuantizedName)
 
     @cached_property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
         """Of the weights as they are read and written; quantized ones are read as float32."""
-        return _TORCH_DTYPES[self.dtype]
+        import torch  # which takes seconds to load
+
+        return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype, torch.float32)
 
     @cached_property
     def numpy_dtype(self) -> "np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.uint8]":

@@ -355,9 +355,9 @@ def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence
         if each.became != "refused" and now > done:
             saved.append(report.Step(done + 1, now, 100 * each.added))
             done = now
-    limit = [report.Step(1, done, 100 * bound)] if saved else []
+    limit = [report.Step(at, at, 100 * bound) for at in (1, done)] if saved else []
     lines = [report.Line("rows searched on", "c1", saved), report.Line("bound", "c2 dashed", limit)]
-    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
+    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="KiB saved")
     table = [["step", "bytes then", "log loss added", "became"]]
     for i, each in enumerate(found.steps, 1):
         size = format_size(each.size_bytes)
@@ -367,4 +367,4 @@ def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:+.4f} %"
+    return f"{round(100 * share, 4) + 0.0:+.4f} %"  # no -0

@@ -42,14 +42,20 @@ class Ranking(NamedTuple):
     exponent: float
 
     def draw(
-        self, generator: np.random.Generator, count: int, *, sizes_from: np.random.Generator | None = None
+        self,
+        generator: np.random.Generator,
+        count: int,
+        *,
+        sizes_from: np.random.Generator | None = None,
+        sizes: Sequence[int] = (),
     ) -> list[Query]:
         """Of the sizes in ``QUERY_SIZES``; ids are drawn for each again.
 
         Args:
             sizes_from: draws the sizes alone, so that they can be drawn again.
+            sizes: of each query, in place of drawn ones.
         """
-        bounds = np.cumsum([0, *_sizes(sizes_from or generator, count)])
+        bounds = np.cumsum([0, *(sizes or _sizes(sizes_from or generator, count))])
         ids = np.stack([drawn(generator, rows, self.exponent, int(bounds[-1])) for rows in self.rows])
         dense = generator.integers(0, 1000, (int(bounds[-1]), _NUM_DENSE)).astype(np.float32)
         return [

@@ -1,7 +1,9 @@
 """Errors are one line and say the way out; what a command does not need is not loaded."""
 
 import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
 from typing import get_args
@@ -57,10 +59,25 @@ def test_traceback_shows_where_an_error_arose(tmp_path):
         cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])
 
 
+def test_help_and_completion_know_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["help", "plan", "curve"])
+    assert capsys.readouterr().out.startswith("usage: tierstore plan curve ")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["-V"])
+    assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"
+    pytest.importorskip("shtab")
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        assert {"canary-silent", "rollback"} <= {*re.findall(r"\w[-\w]+", capsys.readouterr().out)}
+
+
 def test_the_module_is_the_command(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tierstore", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("tierstore", run_name="__main__")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # it ends at once
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     assert not ended.value.code
     assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"
     assert cli.main([]) == 2
@@ -68,7 +85,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
 
 
 INTERRUPTED = """
-import os, sys
+import os, signal, sys
 from tierstore import cli
 
 class Interrupt:
@@ -77,8 +94,8 @@ class Interrupt:
 
     def find_spec(self, *_):
         self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
+        if self.left == -1:
+            signal.raise_signal(signal.SIGINT)
 
 for left in range(0, 1000, 13):
     child = os.fork()

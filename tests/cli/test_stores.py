@@ -2,7 +2,10 @@
 
 import contextlib
 import errno
+import json
 import os
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import tierstore
 from tests.plan.hosts import shop_workload
 from tierstore.cli import commands
 from tierstore.cli import entry as cli
+from tierstore.io.meta import PlainTree
 from tierstore.plan.workload import workload_toml
 from tierstore.settings.sections import to_dict
 from tierstore.store.directory import require_outside
@@ -36,6 +40,57 @@ def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
     assert "manifest.json" in output
     assert "1 tensor, 24 B" in output
     assert '{"note": "hello"}' in output
+
+
+def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_path, capsys, monkeypatch):
+    """Trees of several levels, payloads of several chunks; while a writer goes on."""
+    began = time.time()
+    with tierstore.open(tmp_path / "shop", ddr="8MiB", keep=200) as store:
+        for name in ("item", "gone", "user"):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=9_000_000, embedding_dim=8))
+        for number in range(150):
+            store["user"].write(torch.arange(40) + 30 * number, torch.ones(40, 8))
+            store.commit(extra={"n": number}, tensors={"w": torch.zeros(300_000 if number > 147 else 1)})
+        store.drop_table("gone")
+        tree = PlainTree(store.directory / "rows.lmdb")
+        assert tree.meta.main.depth > 1
+        assert tree.is_whole()
+        said = []
+        for name in ("store.directory.open_files", "offline.inspection.PlainTree.is_whole"):
+            with monkeypatch.context() as without:
+                without.setattr(f"tierstore.{name}", lambda *_: False)
+                assert cli.main(["inspect", str(store.directory)]) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1]
+        assert cli.main(["inspect", str(store.directory), "--json"]) == 0
+        store.commit()
+        store.commit()
+        assert not tree.is_whole()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["extra"]) == (150, {"n": 149})
+    assert (found["tensors"], found["tensor_bytes"]) == (1, 1_200_000)
+    assert {each["name"]: each["written_rows"] for each in found["tables"]} == {"item": 0, "user": 30 * 149 + 40}
+    dates = [began - 1, *(datetime.fromisoformat(each["date"]).timestamp() for each in found["versions"]), time.time()]
+    assert len(dates) == 152
+    assert sorted(dates) == dates
+
+
+def test_tables_change_in_place(store_with_rows, capsys):
+    store = str(store_with_rows)
+    for words, said in (
+        ("grow STORE item 2000", "<Table 'item' 2000 x 8 float32>\n"),
+        ("rename STORE item thing", "<Table 'thing' 2000 x 8 float32>\n"),
+        ("grow STORE item 3000", "no table 'item' in "),
+        ("grow NONE item 3000", "no store at NONE"),
+        ("reset STORE thing", "the rows of 'thing' would be gone from all versions that are kept; add --yes"),
+        ("reset STORE thing --yes", "<Table 'thing' 2000 x 8 float32>\n"),
+    ):
+        assert cli.main(["table", *words.replace("STORE", store).split()]) == ("<" not in said) + ("--yes" in said)
+        assert said in "".join(capsys.readouterr())
+    assert cli.main(["inspect", store, "--json"]) == 0
+    assert '"written_rows": 0\n' in capsys.readouterr().out
+    assert cli.main(["table", "drop", store, "thing", "--yes"]) == 0
+    assert not os.path.exists("NONE")
 
 
 def damage(store, step):
@@ -66,6 +121,25 @@ def test_verify_finds_damage_and_repair_saves_what_is_sound(store_with_rows, tmp
     assert "table 'item': rows 0 to " in said
     with tierstore.open(tmp_path / "part", mode="r", ddr="1MiB") as opened:
         assert opened.extra == {"note": "hello"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_backup_goes_to_a_url_and_comes_back(store_with_rows, tmp_path, capsys, monkeypatch, kind):
+    pytest.importorskip("fsspec")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    url = f"{kind}://{tmp_path}/there/monday"
+    assert cli.main(["backup", str(store_with_rows), url]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}: version 1, ")
+    assert cli.main(["backup", str(store_with_rows), url]) == 1
+    assert f"{url} is not empty; choose another place" in capsys.readouterr().err
+    assert cli.main(["backup", url, str(tmp_path / "back")]) == 0
+    assert cli.main(["verify", str(tmp_path / "back")]) == 0
+    assert cli.main(["backup", f"{url}/nix", str(tmp_path / "none")]) == 1
+    assert f"there is nothing at {url}/nix; check the URL" in capsys.readouterr().err
+    for command in ("verify", "inspect"):
+        assert cli.main([command, url]) == 1
+        assert "is a URL, and a store is a folder of this machine: bring it here by " in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} <= {store_with_rows.name, "back", "there"}
 
 
 def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
@@ -118,7 +192,7 @@ def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, c
     assert cli.main(["export", store, out, "--table", "itm", "--force"]) == 1
     assert "did you mean 'item'?" in capsys.readouterr().err
     assert cli.main(["export", store, out.replace("safetensors", "pt")]) == 2
-    assert "an export is a safetensors file: choose a name that ends in .safetensors" in capsys.readouterr().err
+    assert "an export's name ends in .safetensors, " in capsys.readouterr().err
     assert cli.main(["import", copy, out]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{copy}: version 1",

@@ -8,6 +8,7 @@ import re
 import shlex
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -55,6 +56,39 @@ def test_export_and_import_give_the_same_bits(tmp_path, dtype):
     assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
 
 
+@pytest.mark.parametrize(("ids", "dtype"), [(None, "bfloat16"), (tierstore.DynamicIds(), "float32")])
+def test_rows_of_one_table_are_read_by_numpy_and_arrow(tmp_path, monkeypatch, ids, dtype):
+    monkeypatch.setattr("tierstore.exchange.rows.CHUNK_BYTES", 1000)
+    known = torch.arange(50) if ids is None else torch.tensor([5, 2**40, 7, -3])
+    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
+        table = store.create_table(config("user", 50, 3, dtype=dtype, ids=ids))
+        if ids is not None:
+            table.admit(known)
+        table.write(known[:4], torch.tensor([[1 / 3, -0.0, 1e-30], [3e38, float("inf"), 5], [1, 2, 3], [4, 5, 6]]))
+        store.commit()
+        known = known.sort().values
+        expected = table.read(known).float().numpy()
+
+    def export(name):
+        assert export_store(tmp_path / "store", tmp_path / name).rows == len(known)
+        return tmp_path / name
+
+    if ids is None:
+        np.testing.assert_array_equal(np.load(export("a.npy")), expected)
+    else:
+        with pytest.raises(ValueError, match="no dynamic ids: name one of user"):
+            export("a.npy")
+    pytest.importorskip("pyarrow")
+    from pyarrow import csv, parquet
+
+    found = parquet.read_table(export("a.parquet")).to_pydict()
+    assert found["id"] == known.tolist()
+    np.testing.assert_array_equal(np.array(found["vector"], np.float32), expected)
+    columns = csv.read_csv(export("a.csv")).to_pydict()
+    assert columns.pop("id") == known.tolist()
+    np.testing.assert_array_equal(np.array([columns[f"c{i}"] for i in range(3)], np.float32).T, expected)
+
+
 def test_a_table_may_get_another_name_and_come_without_its_state(tmp_path):
     source = make_store(tmp_path / "source", config(optimizer=OPTIMIZERS["adam"]))
     (_, *was) = contents(source)["item"]
@@ -96,8 +130,10 @@ def test_tables_and_keys_are_chosen_and_state_lies_beside_its_weights(store, tmp
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"out": "rows.csv"}, ValueError, r"rows.csv: an export is a safetensors file"),
-        ({"out": "rows.pt"}, ValueError, r"rows.pt: an export .*safetensors.torch.load_file .* torch.save"),
+        ({"out": "rows.pt"}, ValueError, r"rows.pt: an export's name ends in .safetensors, .npy, .csv, .parquet. What"),
+        ({"out": "rows.csv"}, ValueError, r"one table, .*: name one of item, user, shop \(--table\), or choose .safet"),
+        ({"out": "a.npy", "tables": ["user"], "state": True}, ValueError, "without state and dense"),
+        ({"out": "rows.pt"}, ValueError, r"rows.pt: an export.*safetensors.torch.load_file .* torch.save"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
         ({"tables": []}, ValueError, "nothing to export"),
@@ -241,7 +277,7 @@ def shop(tmp_path, monkeypatch):
 
 def test_commands(shop, tmp_path, capsys):
     commands = re.findall(r"^    tierstore (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
     said = capsys.readouterr().out

@@ -19,13 +19,14 @@ import tierstore
 from tierstore import TableConfig, init, optim
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import btree, records, segments
-from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
-from tierstore.io.checksum import bytes_checksum, words_hash
+from tierstore.io.btree import Pages, find_entries, list_tree, new_walk
+from tierstore.io.meta import META_READ_BYTES, bytes_checksum, parse_meta
 from tierstore.io.places import TableArrays
 from tierstore.io.row_map import RowMap
 from tierstore.io.segments import COUNT, KEYS, Stored
 from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
+from tierstore.kernels.xxh64 import words_hash
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from tierstore.updates.update_file import PAGE_BYTES as UPDATE_PAGE_BYTES

@@ -34,9 +34,9 @@ from tests.io.support import (
 )
 from tierstore.errors import ChecksumError, DamagedError, FormatError, UnreadableError
 from tierstore.io import superblock
-from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
-from tierstore.io.files import SUPERBLOCK_NAME, newest_meta
+from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.meta import META_READ_BYTES, Meta, newest_meta, parse_meta
 from tierstore.io.reader_locks import FileLocks
 from tierstore.io.records import item_key, segment_key, version_item
 from tierstore.io.row_map import RowMap

@@ -12,15 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tierstore.io import btree
-from tierstore.io.btree import (
-    META_READ_BYTES,
-    Meta,
-    Pages,
-    WalkStatus,
-    sound_metas,
-)
+from tierstore.io.btree import Pages, WalkStatus
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
+from tierstore.io.meta import META_READ_BYTES, Meta, sound_metas
 from tierstore.io.snapshot import Snapshot, check_page_use
 from tierstore.kernels.jit import JIT_ENABLED
 

@@ -20,14 +20,13 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 import tierstore
-from tierstore.init import fill_rows
 from tierstore.kernels import jit
 from tierstore.kernels.jit import JIT_ENABLED, FirstUse
+from tierstore.kernels.slots import fill_rows
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 RUN = """
 import numpy as np
-from tierstore.init import mix64
 from tierstore.kernels.slots import unique_in_order
 keys, inverse = np.array([5, 5, 9]), np.empty(3, np.int32)
 print(unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inverse, 1))
@@ -53,7 +52,7 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Pat
     for file in (tmp_path / "tierstore").rglob("*.py"):
         os.utime(file, (0, 0))
     assert run(tmp_path).stderr == ""
-    helper = tmp_path / "tierstore" / "init.py"
+    helper = tmp_path / "tierstore" / "kernels" / "hashing.py"
     helper.write_text(helper.read_text() + "\n")
     assert "compiling kernels that this machine has not used before" in run(tmp_path).stderr
 

@@ -18,11 +18,12 @@ def lists_of(batch: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
     return {key: [each.tolist() for each in jagged.to_dense()] for key, jagged in batch.to_dict().items()}
 
 
-@pytest.mark.parametrize("given", ["lengths", "offsets"])
+@pytest.mark.parametrize("given", ["lengths", "offsets", "offsets without the end"])
 def test_each_feature_has_its_lists_whole_and_split(given: str) -> None:
     batch = KeyedJaggedTensor.from_lengths_sync(list(LISTS), VALUES, LENGTHS, WEIGHTS)
-    if given == "offsets":
-        batch = KeyedJaggedTensor(list(LISTS), VALUES, WEIGHTS, offsets=batch.offsets())
+    if given != "lengths":
+        offsets = batch.offsets()[: None if given == "offsets" else -1]
+        batch = KeyedJaggedTensor(list(LISTS), VALUES, WEIGHTS, offsets=offsets, stride=3)
     assert lists_of(batch) == LISTS
     assert batch["b"].weights().tolist() == [2.0, 2.5, 3.0]
     assert (batch.offset_per_key(), batch.length_per_key()) == ([0, 3, 6, 8], [3, 3, 2])
@@ -39,6 +40,8 @@ def test_each_feature_has_its_lists_whole_and_split(given: str) -> None:
         plain.weights()
     with pytest.raises(ValueError, match="8 bags cannot be divided among 3 features"):
         KeyedJaggedTensor(list(LISTS), VALUES, lengths=LENGTHS[:8])
+    with pytest.raises(ValueError, match=r"\+ 1\], with the end, or with stride=B also \[F \* B\]"):
+        KeyedJaggedTensor(list(LISTS), VALUES, offsets=batch.offsets()[:-1])
     assert KeyedJaggedTensor(["a", "b"], VALUES[:0], lengths=LENGTHS[:0]).offset_per_key() == [0, 0, 0]
 
 
@@ -51,3 +54,18 @@ def test_features_with_different_numbers_of_samples_are_refused(kind: Any) -> No
         store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=4))
         with pytest.raises(ValueError, match="different numbers of samples: give those with as many"):
             kind(store)(batch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_lists_are_cut_to_their_last_values_with_weights_and_gradients(count: int) -> None:
+    batch = KeyedJaggedTensor(list(LISTS), VALUES, WEIGHTS, lengths=LENGTHS)
+    kept = batch.last(count)
+    assert lists_of(kept) == {key: [each[-count:] for each in lists] for key, lists in LISTS.items()}
+    assert kept.weights().tolist() == (kept.values() / 2).tolist()
+    assert (kept.keys(), kept.stride(), kept.lengths().tolist()) == (batch.keys(), 3, LENGTHS.clamp(max=count).tolist())
+    rows = torch.arange(16.0).view(8, 2).requires_grad_()
+    tierstore.JaggedTensor(rows, lengths=LENGTHS).last(count).values().sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [float(each in kept.values().tolist()) for each in VALUES.tolist()]
+    with pytest.raises(ValueError, match="count=0 must be in"):
+        batch.last(0)

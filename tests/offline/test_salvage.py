@@ -20,7 +20,7 @@ import torch
 import tierstore
 from tests.wrecks import PAGE, TABLES, History, Image, Segment, extra_of, rows_of, tensors_of
 from tierstore.errors import DamagedError, FormatError, StoreLockedError
-from tierstore.io.checksum import bytes_checksum
+from tierstore.io.meta import bytes_checksum
 from tierstore.io.records import STORE_ITEM
 from tierstore.io.superblock import newest_slot, pack_slot
 from tierstore.io.survivors import settled

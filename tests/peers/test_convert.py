@@ -242,19 +242,23 @@ def test_what_is_chosen_and_what_stays() -> None:
     for chosen, tables in (
         ({"min_rows": 50, "optimizer": rules}, rules),
         ({"names": ["small"], "optimizer": optim.Adagrad()}, {"small": optim.Adagrad()}),
+        ({"names": {"small": "x", "bag": "y"}, "prefix": "my."}, {"my.x": optim.SGD(), "my.y": optim.SGD()}),
     ):
         shapes = {"small": nn.Embedding(9, 2), "large": nn.Embedding(90, 2), "bag": nn.EmbeddingBag(99, 2)}
         with tierstore.open(cold="memory", ddr="4MiB") as store:
             made = tierstore.convert(nn.ModuleDict(shapes), store, **chosen)  # type: ignore[arg-type]
             assert {name: each.config.optimizer for name, each in store.tables.items()} == tables
             plain = [name for name, each in made.named_children() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-            assert set(plain) == shapes.keys() - tables.keys()
+            assert set(plain) == shapes.keys() - set(chosen.get("names", tables))  # type: ignore[call-overload]
     root = nn.EmbeddingBag(9, 2, mode="max").eval()
     with tierstore.open(cold="memory", ddr="4MiB") as store:
         alone = tierstore.convert(root, store)
         assert isinstance(alone, tierstore.TieredEmbeddingBag)
         assert (alone.mode, alone.training, list(store.tables)) == ("max", False, ["embedding"])
         assert torch.equal(alone(torch.tensor([[1, 2]])), root(torch.tensor([[1, 2]])))
+        with pytest.raises(ValueError, match=r"'1': names= gives its table the name 'x', which another table has"):
+            tierstore.convert(nn.Sequential(*(nn.Embedding(9, 2) for _ in "ab")), store, names={"0": "x", "1": "x"})
+        assert [*store] == ["embedding"]
 
 
 class Scaled(nn.Embedding):

@@ -128,7 +128,7 @@ def planned(name: str = "shop", *overrides: str) -> PlanResult:
     """Of training at a rate, by a search; a host and a table have that name."""
     tables = (TableShape(name=name, num_embeddings=400_000, embedding_dim=16, pooling_factor=4.0),)
     workload = shop_workload(name=name, tables=tables, optimizer="sgd", assumed=(Assumed("exponent", (name,)),))
-    asked = overrides or ("target.samples_per_s=20000", "search.memory_shares=[0.001, 0.01]")
+    asked = overrides or ("target.samples_per_s=20000", "search.memory_shares=[0.03, 0.1]")
     with tempfile.TemporaryDirectory() as folder:
         return plan(shop_plan(Path(folder), *asked, host=replace(SHOP_HOST, name=name), workload=workload))
 

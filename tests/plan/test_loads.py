@@ -17,6 +17,7 @@ from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_
 from tierstore.cache.full import FullCache
 from tierstore.plan import Setup, TableShape, Workload
 from tierstore.plan.demand import Demand, PoolLoad, pool_loads
+from tierstore.plan.host import REQUEST_BATCHES
 from tierstore.plan.loads import (
     AHEAD,
     DRIVES,
@@ -57,6 +58,7 @@ def _update_ns(ids: float = IDS, rows: float = UNIQUE, bags: float = BAGS) -> fl
 def test_training_in_host_memory() -> None:
     found, pool = loads(make_setup())
     assert sorted(found) == sorted((*SERIAL, *AHEAD, *LINKS, *DRIVES, *SHARED))
+    assert found["requests"].seconds == 0
     assert found["batch"] == ("batch", pytest.approx(800e-6), 1.0, "batches"), "a step, and a batch that is taken over"
     lookups = (_lookup_ns() + _update_ns()) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups), IDS, "ids"), "too few for two threads"
@@ -87,8 +89,15 @@ def test_a_dense_model_of_known_layers_takes_more_than_its_flops() -> None:
     started, values = 3 * 30 * 25e-6, 3 * 1000 * 200 * 6 * 0.1e-9
     assert found["model"].seconds == pytest.approx(plain["model"].seconds + started + values / 4)
     assert found["cores"].amount == pytest.approx(plain["cores"].amount + started + values), "others wait for the start"
-    served, _ = loads(make_setup(make_workload(training=False, **work)))
-    assert served["model"].seconds == pytest.approx(1e8 / 1e11 + started / 3 + values / 12)
+    for threads, workers in ((2, 1), (1, 3)):
+        served, _ = loads(make_setup(make_workload(training=False, **work), threads=threads, workers=workers))
+        own = (1e8 / 1e11 + values / 12) * 4 / threads + (started / 3 if threads > 1 else 0)
+        assert served["model"].seconds == pytest.approx(own), "a worker computes on its own threads"
+        assert served["requests"].seconds == pytest.approx(REQUEST_BATCHES * 100e-6)
+    wide = make_setup(make_workload(training=False, dense_flops=1e8), workers=3)
+    narrow = replace(wide, workers=1)
+    read = [loads(each)[0]["model"].seconds - 1e11 / 1e11 * 2 for each in (wide, narrow)]
+    assert read == pytest.approx([(4 * 1e8 / 2 - 2 * 4 * MIB) / 5e10] * 2), "half of the cores read as fast"
     device, _ = loads(make_setup(make_workload(**work), host=make_host(gpus=1), hbm_bytes=16 * MIB))
     assert device["model"].seconds == pytest.approx(3e8 / 1e13), "not on the cores"
 

@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 from tests.plan.hosts import COSTS, DDR, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Host, Memory, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
-from tierstore.plan.host import Pricing, drive_writes_a_day, price_of, times, years_of_life
+from tierstore.plan.host import (
+    LIBRARY_BYTES,
+    PARENT_BYTES,
+    PROCESS_BYTES,
+    SERVED_BATCHES,
+    Pricing,
+    drive_writes_a_day,
+    price_of,
+    times,
+    years_of_life,
+)
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import Queue, latencies, latency_at, marginal_values, misfit, predict
+from tierstore.plan.model import Queue, latencies, latency_at, marginal_values, misfit, predict, processes_bytes
 from tierstore.plan.search import SearchResult, SearchSpace, Target, search
 
 TRAINED = make_workload(rows=300_000, tables=2)
@@ -42,18 +52,19 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     assert found.queue is not None
     assert several.queue is not None
     assert found.queue.base_s + found.queue.sample_s * found.queue.sizes[0] == pytest.approx(found.step_s)
-    assert found.queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
+    assert found.queue.base_s == pytest.approx(SERVED_BATCHES * 100e-6 + 100e-6), "the batch, and one read"
     assert found.latency == latency_at(found.queue, 5.0)
     busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])
-    assert several.samples_per_s == pytest.approx(4 * 1000 / busy)
+    assert several.queue.base_s + 1000 * several.queue.sample_s == pytest.approx(busy)
+    assert several.samples_per_s == pytest.approx(4 * 4000 / (busy + 3000 * several.queue.sample_s)), "four a batch"
     assert several.queue.executors == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ddr_bytes": 65 * GIB}, r"memory: 65.0 ?GiB of a host are wanted, 64.0 ?GiB are there"),
-        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.1 ?GiB"),
+        ({"ddr_bytes": 65 * GIB}, r"memory: 65.7 ?GiB of a host are wanted, 64.0 ?GiB are there"),
+        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.8 ?GiB"),
         ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
         ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
         ({"host": make_host(storage=(DRIVE, NO_DRIVE))}, r"a drive of host '.*' has a capacity of 0 bytes"),
@@ -70,10 +81,10 @@ def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
         plan(make_setup(**({"workload": TRAINED} | changes)))
 
 
-def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
+def test_rows_ids_and_processes_have_to_fit() -> None:
     """On SSD: blocks of a page have 14 rows with state and 15 without, segments 15 of them and a page of index; of rows
-    of dynamic ids 12 blocks of 127 and 3 pages. In training rows of two versions are there, with slack. In memory: 4
-    bytes a row and 50 a segment, in each process."""
+    of dynamic ids 12 blocks of 127 and 3 pages. In training rows of two versions are there, with slack. In memory: each
+    process has itself, its dense weights, and of the map of rows 4 bytes a row and 50 a segment."""
     ids = replace(SERVED, tables=tuple(replace(table, ids="dynamic", candidates=5) for table in SERVED.tables))
     for workload, workers, segments, id_rows in (
         (TRAINED, 1, 2.8 * 600_000 / 210, 0),
@@ -83,9 +94,11 @@ def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
         id_segments, demand = id_rows / (12 * 127), DEMANDS[TRAINED if workload is TRAINED else SERVED]
         stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
         mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
+        process = mapped + PROCESS_BYTES + 4 * 1e5 / 2
+        taken = 8 * MIB + LIBRARY_BYTES + workers * process + (workers > 1) * PARENT_BYTES
         for spare, fits in ((1.0001, True), (0.9999, False)):
             drive = replace(DRIVE, capacity_bytes=stored * spare)
-            memory = replace(DDR, capacity_bytes=(8 * MIB + workers * mapped) * spare)
+            memory = replace(DDR, capacity_bytes=taken * spare)
             for host in (make_host(storage=(drive,)), make_host(ddr=memory)):
                 setup = make_setup(workload, host=host, ddr_bytes=8 * MIB, workers=workers)
                 assert (not misfit(setup, demand)) == fits
@@ -108,12 +121,14 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def grown(host: Host, by: float) -> dict[str, Host]:
-    drives = host.storage
+    drives, processor, cores = host.storage, host.processor, host.processor.cores
     return {
         "reads": times(host, by, "storage.reads_per_s", "storage.read_bytes_per_s"),
         "writes": times(host, by, "storage.write_bytes_per_s"),
         "drives": replace(host, storage=(*drives, drives[0])),
-        "cores": replace(host, processor=replace(host.processor, cores=host.processor.cores + 1)),
+        "cores": replace(
+            host, processor=replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
+        ),
         "flops": times(host, by, "processor.flops"),
         "memory speed": times(host, by, "ddr.row_bytes_per_s"),
         "network": times(host, by, "network.bytes_per_s"),
@@ -253,11 +268,11 @@ def test_the_highest_rate_is_that_of_executors_for_whom_always_some_wait(sizes: 
     assert queue.rate_max == pytest.approx(FEW / max(by_events(queue, [0.0] * FEW, asked)), rel=0.05)
 
 
-LARGE = make_workload(rows=2_000_000, tables=2)
-LARGE_SERVED = make_workload(rows=2_000_000, tables=2, training=False, batch_samples=100)
+LARGE = make_workload(rows=8_000_000, tables=2)
+LARGE_SERVED = make_workload(rows=8_000_000, tables=2, training=False, batch_samples=100)
 LARGE_DEMANDS = {workload: Demand.analytic(workload) for workload in (LARGE, LARGE_SERVED)}
 DURABLE = replace(DRIVE, drive_writes_a_day=1000.0)
-SMALL = Memory(capacity_bytes=2 * GIB, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
+SMALL = Memory(capacity_bytes=8 * GIB, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
 HOST = make_host(storage=(DURABLE,) * 4, ddr=SMALL)
 SPACE = SearchSpace(memory_shares=(0.25, 0.5, 1.0), hosts=(1, 2, 3, 4))
 
@@ -272,41 +287,35 @@ def everything() -> list[Prediction]:
     for (memory, rows), drives, hosts, dtype in itertools.product(
         shares, (1, 2, 4), SPACE.hosts, ("float32", "float16")
     ):
-        size = memory * 2 * GIB
+        size = memory * 8 * GIB
         ddr = replace(SMALL, capacity_bytes=size, watts=memory * 20.0, usd=memory * 640.0)
         setup = Setup(
             workload=replace(LARGE, dtype=dtype), host=replace(HOST, ddr=ddr, storage=HOST.storage[:drives]),
             ddr_bytes=rows * size, page_cache_bytes=(0.9 - rows) * size, hosts=hosts, threads=4,
         )  # fmt: skip
-        found.append(predict(setup, LARGE_DEMANDS[LARGE]))
+        demand = LARGE_DEMANDS[LARGE].laid_out(setup.workload)
+        rows_bytes = setup.ddr_bytes - processes_bytes(replace(setup, hosts=4), demand)
+        found.append(predict(replace(setup, ddr_bytes=rows_bytes), demand))
     return found
 
 
 @settings(max_examples=20)
 @given(st.builds(lambda rate: Target(samples_per_s=rate), st.floats(1e3, 3e5)))
 def test_the_best_is_that_of_all(target: Target) -> None:
-    """The cheapest; those after it are told if they are better in something."""
+    """The cheapest."""
     enough = [each for each in everything() if each.samples_per_s >= target.samples_per_s]
     enough = [each for each in enough if years_of_life(each.setup.host, each.drive_writes_a_day) >= 4]
     if not enough:
         with pytest.raises(ValueError, match="no setup meets the target; the nearest"):
-            find(target)
+            _ = find(target).best
         return
     found = find(target)
     assert found.best in enough
     assert found.best.price.usd_a_month == min(each.price.usd_a_month for each in enough)
-    told = [found.best, *found.runners_up]
-    for place, each in enumerate(told):
-        assert each in enough
-        for before in told[:place]:
-            is_less = any(one < other for one, other in zip(each.price, before.price, strict=True))
-            assert is_less or each.samples_per_s > before.samples_per_s or each.setup.workload != before.setup.workload
-    assert [each.shortfall for each in found.failures] == sorted(each.shortfall for each in found.failures)
-    assert all(each.reason for each in found.failures)
 
 
 def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
-    target = Target(queries_per_s=30_000.0, p99_ms=6.0)
+    target = Target(queries_per_s=30_000.0, p99_ms=12.0)
     space = replace(SPACE, hosts=tuple(range(1, 41)), memory_shares=(0.5,), dtypes=("float32",))
     found = find(target, LARGE_SERVED, space=space).best
     assert found.setup.replicas > 1
@@ -314,7 +323,7 @@ def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
     less = predict(fewer, LARGE_DEMANDS[LARGE_SERVED], queries_per_s=30_000.0)
     assert found.latency is not None
     assert less.latency is not None
-    assert found.latency.p99_s <= 0.006 < less.latency.p99_s
+    assert found.latency.p99_s <= 0.012 < less.latency.p99_s
 
 
 def test_a_gpu_is_to_train_on_one_host() -> None:
@@ -322,11 +331,9 @@ def test_a_gpu_is_to_train_on_one_host() -> None:
     for workload, space in ((LARGE, SPACE), (LARGE_SERVED, SPACE), (LARGE, replace(SPACE, hosts=(2, 3)))):
         is_usable = workload is LARGE and space is SPACE
         found = find(Target(samples_per_s=5e5 if is_usable else 1.0), workload, hosts, space=space)
-        setups = (found.best.setup, *(each.setup for each in (*found.runners_up, *found.failures)))
-        with_gpu = [each for each in setups if each.host.accelerators]
-        assert bool(with_gpu) == is_usable
-        for setup in with_gpu:
-            assert (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators)) == (0.8 * 8 * GIB, 1, 1)
+        setup = found.best.setup
+        used = (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators))
+        assert used[0::2] == (0, 0) if not is_usable else used == (0.8 * 8 * GIB, 1, 1)
 
 
 def test_searches_of_nothing_name_what_is_nearest_and_what_stops_it() -> None:
@@ -343,7 +350,7 @@ def test_searches_of_nothing_name_what_is_nearest_and_what_stops_it() -> None:
         (rate, {"space": many}, r"the grid has [\d,]+ setups; at most 100,000"),
     ):
         with pytest.raises(ValueError, match=said):
-            find(target, **options)
+            _ = find(target, **options).best
     with pytest.raises(ValueError, match=r"p99_ms=100\.0: needs queries_per_s"):
         Target(p99_ms=100.0)
     for wrong in ({"hosts": (2, 1)}, {"hosts": (0,)}, {"memory_shares": (0.0,)}):

@@ -75,6 +75,10 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
                 assert pooled is None or torch.equal(pooled.view(torch.int32), expected.view(torch.int32))
             assert torch.equal(table.pooled(given, offsets, mode=mode), expected)
             hits += len(given)
+        for weights in (None, torch.ones(len(ids))) if mode == "sum" else (None,):
+            options: dict[str, Any] = {"mode": mode, "per_sample_weights": weights, "include_last_offset": False}
+            assert torch.equal(table.pooled(ids, offsets[:-1], **options), expected)
+            hits += len(ids)
         assert table.pool.arena.cache.counters().hits == hits
 
 

@@ -1,6 +1,7 @@
 """What runs and sweeps measure: AUC, log loss, a history, the sharpness of a minimum; a sweep's runs; their pages."""
 
 import functools
+import html
 import json
 import math
 import re
@@ -357,4 +358,7 @@ def test_figures_over_seeds_are_means_and_deviations_in_table_and_page(run_file,
     assert "<b>" not in page
     assert "<i>" not in page
     assert "11 of 12 runs have ended" in page
+    best = min(groups_of(runs), key=lambda group: group.measured["log loss"].mean)
+    size, ddr = map(html.escape, best.labels.values())
+    assert f"with train.batch_size = {size}, store.ddr = {ddr}</p>" in page
     assert "<svg" not in sweep_page("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))

@@ -255,6 +255,7 @@ def with_extra_of(num_bytes: int) -> Any:
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="plain Python takes long for so many rows")
 def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) -> None:
+    """As docs/updates.md says."""
     change(tmp_path / "store", 1)
     small = write_update(tmp_path / "store", tmp_path / "update")
     hostile = {
@@ -263,7 +264,7 @@ def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) 
     }
     files = [edited(small, tmp_path / name, edit) for name, edit in hostile.items()]
     assert max(file.stat().st_size for file in files) < 8 << 20
-    cases = [inflating(tmp_path), 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
+    cases = [inflating(tmp_path), 128 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
     applied, payload, extra = run(APPLY, tmp_path, small.path, *cases).splitlines()
     assert applied == f"ok Applied(version=1, rows={MANY_ROWS}, was_there=False)"
     for said, words in ((payload, "a payload of"), (extra, "extra of")):

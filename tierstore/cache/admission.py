@@ -18,6 +18,7 @@ from ..kernels import hash_table
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.hash_table import Uint32s
 from ..kernels.hashing import keyed_hash
+from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from . import tinylfu
@@ -35,7 +36,7 @@ from .base import (
     restart,
     unpin_slot,
 )
-from .cache_state import LEVELS, CacheState, SlotRecords, Tally, fetch_slot, link_after, place_in, unlink
+from .cache_state import LEVELS, CacheState, SlotRecords, Tally, link_after, place_in, unlink
 from .tinylfu import HalfLife, policy_begin, policy_settle, sample_key
 
 _TOUCHED: Final = 32  # set only within ``use_keys``
@@ -167,6 +168,25 @@ def policy_remove(state: CacheState, bucket: Any, slot: Any) -> None:
 
 
 @inline
+def _find_slot(
+    entries: Uint32s, slots: SlotRecords, keys: Int64s, order: Int32s, number: Any, secret: int, bits: int,
+    likely: Int32s,
+) -> Any:  # fmt: skip
+    """The slot of the key that comes ``number``-th in ``order``, or ABSENT. Before, the places of a key further on are
+    fetched into the processor's caches, and the slot that a nearer one is likely to be in, which is noted: each find
+    needs two dependent reads, which overlap so. ``likely``: int32 [keys], scratch, some slot for each key."""
+    if number + hash_table.FAR < keys.size:
+        far, near = place_in(order, number + hash_table.FAR), place_in(order, number + hash_table.NEAR)
+        hash_table.fetch_places(entries, keyed_hash(keys[far], secret))
+        likely[near], _ = hash_table.candidate(entries, slots, keyed_hash(keys[near], secret), bits, np.uint64(0))
+    position = place_in(order, number)
+    key, slot = keys[position], np.int64(likely[position])
+    if slot < 0 or slots[slot]["key"] != key or slots[slot]["flags"] & RESIDENT == 0:
+        slot = hash_table.find(entries, slots, key, keyed_hash(key, secret), bits)
+    return slot
+
+
+@inline
 def _drop(state: CacheState, slot: Any) -> None:
     """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
     slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
@@ -223,8 +243,7 @@ def admit_keys(
     while consumed < keys.size:
         position = place_in(order, consumed)
         key = keys[position]
-        fetch_slot(state.entries, slots, keys, order, consumed, secret, bits)
-        slot = hash_table.find(state.entries, slots, key, keyed_hash(key, secret), bits)
+        slot = _find_slot(state.entries, slots, keys, order, consumed, secret, bits, inverse)
         if slot >= 0:
             if slots[slot]["stamp"] == stamp:
                 inverse[position] = slots[slot]["number"]
@@ -291,7 +310,7 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
 
 
 @inline
-def _age(state: CacheState, half_life: HalfLife) -> None:
+def _turn_round(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
     half_life.waiting[0] = 0
     for speed in range(tinylfu.NUM_SPEEDS):
@@ -301,11 +320,21 @@ def _age(state: CacheState, half_life: HalfLife) -> None:
 
 
 @kernel
-def sample_slots(state: CacheState, half_life: HalfLife, chosen: Int32s) -> None:
-    """TinyLFU: the rows of these resident slots were accessed."""
-    for slot in chosen:
-        if sample_key(half_life.waiting, state.slots.size - 1, state.slots[slot]["key"]):
-            _age(state, half_life)
+def age(state: CacheState, half_life: HalfLife) -> None:
+    """TinyLFU: see ``_turn_round``."""
+    _turn_round(state, half_life)
+
+
+@kernel
+def sample_slots(slots: SlotRecords, waiting: Int64s, chosen: Int32s, first: int) -> int:
+    """TinyLFU: the rows of these resident slots were accessed, from the ``first`` on. Up to which a round is complete,
+    -1 if none is. Apart from ``age``, as numba takes 10 us to be given the small caches."""
+    for place in range(first, chosen.size):
+        if place + hash_table.NEAR < chosen.size:
+            prefetch_item(slots, np.int64(chosen[place + hash_table.NEAR]))
+        if sample_key(waiting, slots.size - 1, slots[chosen[place]]["key"]):
+            return place + 1
+    return -1
 
 
 @inline
@@ -357,7 +386,7 @@ def replay_batches(
         if state.sketch.size:
             for i in range(starts[batch], stop):
                 if sample_key(half_life.waiting, state.slots.size - 1, keys[i]):
-                    _age(state, half_life)
+                    _turn_round(state, half_life)
     _release(state, pinned)
 
 
@@ -366,8 +395,7 @@ def find_keys(entries: Uint32s, slots: SlotRecords, tallies: Int64s, keys: Int64
     """The slot of each key, or -1."""
     secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     for i in range(keys.size):
-        fetch_slot(entries, slots, keys, found[:0], i, secret, bits)
-        found[i] = hash_table.find(entries, slots, keys[i], keyed_hash(keys[i], secret), bits)
+        found[i] = _find_slot(entries, slots, keys, found[:0], i, secret, bits, found)
 
 
 @kernel
@@ -377,8 +405,7 @@ def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -
     slots, tallies = state.slots, state.tallies
     secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     for i in range(keys.size):
-        fetch_slot(state.entries, slots, keys, found[:0], i, secret, bits)
-        slot = hash_table.find(state.entries, slots, keys[i], keyed_hash(keys[i], secret), bits)
+        slot = _find_slot(state.entries, slots, keys, found[:0], i, secret, bits, found)
         if slot < 0 or slots[slot]["flags"] & LOADING:
             return False
         found[i] = slot

@@ -119,7 +119,7 @@ class Admission(Pinned):
         self.progress = np.array([0, 0, 0, -1], np.int64)
         self.keys: Int64s = checked(keys, "int64")
         self.order = order
-        self.inverse: Int32s = np.empty(len(keys), np.int32)
+        self.inverse: Int32s = np.zeros(len(keys), np.int32)
         self.missing: Int32s = np.empty(len(keys), np.int32)
 
     @property

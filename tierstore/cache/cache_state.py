@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..kernels import hash_table
 from ..kernels.arrays import Bytes, Int32s, Int64s, Words
-from ..kernels.hashing import SECRET, keyed_hash
+from ..kernels.hashing import SECRET
 from ..kernels.jit import uncounted_inline as inline
 
 SlotRecords = NDArray[Any]
@@ -162,15 +162,3 @@ def link_after(slots: SlotRecords, slot: Any, before: Any) -> None:
 def place_in(order: Int32s, number: Any) -> Any:
     """uint64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
     return np.uint64(order[number]) if order.size else np.uint64(number)
-
-
-@inline
-def fetch_slot(
-    entries: hash_table.Uint32s, slots: SlotRecords, keys: Int64s, order: Int32s, number: Any, secret: int, bits: int
-) -> None:
-    """Before the find of the key that comes ``number``-th in ``order``: have the places of a key further on in the
-    processor's caches, and the slot of a nearer one. Each find needs two dependent reads, which overlap so."""
-    if number + hash_table.FAR < keys.size:
-        far, near = place_in(order, number + hash_table.FAR), place_in(order, number + hash_table.NEAR)
-        hash_table.fetch_places(entries, keyed_hash(keys[far], secret))
-        hash_table.candidate(entries, slots, keyed_hash(keys[near], secret), bits, np.uint64(0))

@@ -119,18 +119,18 @@ class DdrCache(RowCache):
 
     def find(self, keys: Int64s) -> Int32s:
         keys = checked(keys, "int64")
-        found: Int32s = np.empty(len(keys), np.int32)
+        found: Int32s = np.zeros(len(keys), np.int32)
         kernels.find_keys(*self._index, keys, found)
         return found
 
     def use(self, keys: Int64s) -> Int32s | None:
         keys = checked(keys, "int64")
-        (found, distinct), before = np.empty((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
+        (found, distinct), before = np.zeros((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
         if not kernels.use_keys(self._cache_state, keys, found, distinct):
             return None
         if self.policy == "tinylfu":
             distinct = distinct[: self._cache_state.tallies.item(_HITS) - before]
-            kernels.sample_slots(self._cache_state, self._half_life, distinct)
+            self._note_accesses(distinct)
         return found
 
     def admit(self, admission: Admission) -> AdmitStatus:
@@ -147,8 +147,13 @@ class DdrCache(RowCache):
             admission.missing, progress,
         )  # fmt: skip
         if self.policy == "tinylfu":
-            kernels.sample_slots(state, self._half_life, admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
+            self._note_accesses(admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
         return _STATUSES[status]
+
+    def _note_accesses(self, slots: Int32s) -> None:
+        place = 0
+        while (place := kernels.sample_slots(self._cache_state.slots, self._half_life.waiting, slots, place)) >= 0:
+            kernels.age(self._cache_state, self._half_life)
 
     def _restart_stamps(self) -> None:
         self._cache_state.slots["stamp"] = 0
@@ -197,7 +202,7 @@ class DdrCache(RowCache):
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)
-        pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
+        pinned, scratch = np.full(len(keys), -1, np.int32), np.zeros((2, np.diff(starts).max(initial=0)), np.int32)
         limits = np.array([depth, held_rows, 0, 0, 0, 0])
         if self._cache_state.tallies.item(_STAMP) > _STAMP_MAX - 2 * len(keys):
             self._restart_stamps()
@@ -243,7 +248,7 @@ def _slot_terms(state: CacheState) -> _Terms:
     root, listed = len(slots) - 1, _listed(state)
     flags, pins = slots["flags"][:-1], slots["pins"][:-1]
     free = _freed(slots["next"][:-1], int(tallies[Tally.FREE_SLOT]), int(tallies[Tally.USED_SLOTS]))
-    found: Int32s = np.empty(len(listed), np.int32)
+    found: Int32s = np.zeros(len(listed), np.int32)
     kernels.find_keys(state.entries, slots, tallies, slots["key"][listed], found)
     num_resident, unclean = tallies[Tally.RESIDENT], flags & (DIRTY | FROZEN)
     return {

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -140,7 +142,7 @@ EXPORT: Final = command(
     _export,
     (
         _DIRECTORY,
-        arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
+        arg("out", metavar="OUT", help="file to write: .safetensors, or of one table .npy, .csv or .parquet"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
@@ -149,11 +151,12 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors file",
+    "write tables to a file: safetensors, npy, CSV, Parquet",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
   tierstore export shop item.safetensors --table item --key weight
+  tierstore export shop item.parquet --table item
   tierstore export shop whole.safetensors --state --dense""",
 )
 IMPORT: Final = command(
@@ -177,27 +180,65 @@ IMPORT: Final = command(
 )
 
 
-def _backup(options: argparse.Namespace) -> int:
+def _change(change: str, options: argparse.Namespace) -> int:
     from ..store import open_store
 
-    with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-        report = store.backup(options.target, progress=show)
-    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}")
+    name, given = options.table, vars(options)
+    with open_store(options.directory, create=False, ddr="64MiB") as store:
+        config = store[name].config
+        if change in ("grow", "rename"):
+            store.change_table(name, num_embeddings=given.get("rows"), name=given.get("name"))
+        elif not options.yes:
+            raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
+        else:
+            store.drop_table(name)
+            if change == "reset":
+                store.create_table(config)
+        print(*store.tables.values(), sep="\n")
+    return 0
+
+
+_TABLE: Final = arg("table", metavar="TABLE", help="its name")
+_YES: Final = arg("--yes", help="all its rows go; tierstore backup keeps them")
+TABLE_COMMANDS: Final = {
+    name: command(partial(_change, name), (_DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
+    for name, text, last in (
+        ("grow", "give a table more rows", arg("rows", type=int, metavar="ROWS", help="how many it is to have")),
+        ("rename", "give a table another name", arg("name", metavar="NAME", help="the new name")),
+        ("reset", "begin a table again, with first values", _YES),
+        ("drop", "drop a table with all its rows", _YES),
+    )
+}
+
+
+def _backup(options: argparse.Namespace) -> int:
+    from ..store import open_store
+    from ..system.places import fetch, is_url, send
+
+    with tempfile.TemporaryDirectory() as work:
+        source = fetch(options.directory, Path(work)) if is_url(options.directory) else options.directory
+        target = Path(work, "copy") if is_url(options.target) else options.target
+        with open_store(source, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
+            report = store.backup(target, progress=show)
+        if is_url(options.target):
+            send(report.target, options.target, "rows.lmdb", "manifest.json")
+    print(f"{options.target}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
 BACKUP: Final = command(
     _backup,
     (
-        arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
-        arg("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty"),
+        arg("directory", metavar="DIR", help="folder of the store, which may be trained on, or a backup's URL"),
+        arg("target", metavar="NEW_DIR", help="folder or URL of the backup; must not exist, or be empty"),
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
     "cut short is no store; run the command again.",
     """examples:
   tierstore backup shop /backups/shop-monday
-  tierstore verify /backups/shop-monday""",
+  tierstore verify /backups/shop-monday
+  tierstore backup shop s3://bucket/shop-monday""",
 )
 
 
@@ -319,18 +360,11 @@ QUANTIZE: Final = command(
 )
 
 
-_GONE: Final = ("to", "since", "fan_out", "dry_run")
-
-
 def _publish(options: argparse.Namespace) -> int:
     from ..serve.credentials import read_token
     from ..updates.fetch import Source
     from ..updates.publish import Publisher
 
-    for name in _GONE:
-        if getattr(options, name) is not None:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is no more: servers pull what this offers, with tierstore serve --from URL")
     token = None if options.token_file is None else read_token(options.token_file)
     publisher = Publisher(
         options.directory,
@@ -370,10 +404,6 @@ PUBLISH: Final = command(
         arg("--lookups", action="append", default=[], metavar="URL", help="server that says which rows are looked up"),
         arg("--canary", metavar="URL", help="admin port of the canary, whose approval each version needs"),
         arg("--canary-silent", type=float, default=600.0, metavar="S", help="seconds until it counts as silent (600)"),
-        *(
-            arg(f"--{name.replace('_', '-')}", metavar="X", nargs="?", const="", help=argparse.SUPPRESS)
-            for name in _GONE
-        ),
     ),
     "offer a store's versions to servers elsewhere",
     "Write the rows that change from version to version, and the dense weights, to files that replicas pull: those of "

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import io
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,8 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
 """Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
+def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ()) -> int:
+    """As ``cli.main``. ``interrupts``: not empty after Ctrl-C, of which imports of C code may make another error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: names that a terminal cannot show are no error
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _spelled_out(list(sys.argv[1:] if arguments is None else arguments))
@@ -66,11 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")  # of the command, whose usage it shows
     options.words = arguments
-    return _run(options.run, options)
+    return _run(options.run, options, interrupts)
 
 
 def _spelled_out(words: list[str]) -> list[str]:
-    """``plan FILE.toml`` is short for ``plan run FILE.toml``."""
+    """``plan FILE.toml`` is short for ``plan run FILE.toml``, and ``help COMMAND`` for ``COMMAND --help``."""
+    if words[:1] == ["help"]:
+        return [*words[1:], "--help"]
     group = _COMMANDS.get(words[0]) if len(words) > 1 else None
     if group is None or not group.of_file or words[1] in ("-h", "--help"):
         return words
@@ -88,23 +91,20 @@ def _unknown(words: Sequence[str], commands: "Mapping[str, Command]", kind: str 
     return None if nested is None else _unknown(words[1:], nested(), f"{words[0]} command")
 
 
-def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Namespace) -> int:
+def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
         return command(options)
-    except KeyboardInterrupt:
-        return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
-        sys.stderr.close()
-        return EXIT_FAILED
-    except (TierstoreError, OSError, ImportError) as error:
-        if options.traceback:
+    except BaseException as error:
+        if interrupts or isinstance(error, KeyboardInterrupt):
+            return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
+        if isinstance(error, BrokenPipeError):
+            # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
+            sys.stderr.close()
+            return EXIT_FAILED
+        if options.traceback or not isinstance(error, TierstoreError | OSError | ImportError | ValueError):
             raise
-        return _fail(str(error), EXIT_FAILED)
-    except ValueError as error:
-        if options.traceback:
-            raise
-        return _fail(str(error), EXIT_USAGE)
+        is_operation = isinstance(error, TierstoreError | OSError | ImportError)
+        return _fail(str(error), EXIT_FAILED if is_operation else EXIT_USAGE)
 
 
 def _fail(message: str, status: int) -> int:
@@ -113,18 +113,21 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands; of those in groups, which load what they need, if the words begin with the group."""
+def build_parser(words: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser of all commands; of a group's, which load what they need, if the words begin so, or are None."""
     parser = argparse.ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",
+        epilog="tierstore help COMMAND says what a command takes.",
     )
-    parser.add_argument("--version", action="version", version=f"tierstore {__version__}")
-    _add_commands(parser, _COMMANDS, list(words))
+    parser.add_argument("-V", "--version", action="version", version=f"tierstore {__version__}")
+    _add_commands(parser, _COMMANDS, words if words is None else list(words))
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Command]", words: Sequence[str]) -> None:
+def _add_commands(
+    parser: argparse.ArgumentParser, commands: "Mapping[str, Command]", words: Sequence[str] | None
+) -> None:
     parser.set_defaults(run=show_help, parser=parser)
     children = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, each in commands.items():
@@ -139,8 +142,8 @@ def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Comma
             child.set_defaults(run=each.run, parser=child)
             each.add_arguments(child)
             child.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-        elif words[:1] == [name]:
-            _add_commands(child, each.commands(), words[1:])
+        elif words is None or words[:1] == [name]:
+            _add_commands(child, each.commands(), words and words[1:])
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -237,9 +240,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from ..offline.inspection import describe
+    from ..offline.inspection import describe, to_dict
 
-    print(describe(options.directory))
+    print(json.dumps(to_dict(options.directory), indent=1) if options.json else describe(options.directory))
     return 0
 
 
@@ -265,6 +268,15 @@ def _repair(options: argparse.Namespace) -> int:
         report = salvage(options.directory, options.target, stale_ok=options.stale_ok, progress=show)
     print(report.describe())
     return 0 if report.is_whole else EXIT_FAILED
+
+
+def _completion(options: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise ImportError("completion needs one more package: pip install shtab") from None
+    print(shtab.complete(build_parser(None), options.shell))
+    return 0
 
 
 def _commands_of(module: str, name: str = "COMMANDS") -> "Mapping[str, Command]":
@@ -336,7 +348,11 @@ _COMMANDS: Final = {
         "",
     ),
     "inspect": command(
-        _inspect, (_DIRECTORY,), "say what a store holds", "Say what a store holds. Nothing is changed.", ""
+        _inspect,
+        (_DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
+        "say what a store holds",
+        "Say what a store holds. Nothing is changed.",
+        "",
     ),
     "verify": command(
         _verify,
@@ -381,6 +397,11 @@ _COMMANDS: Final = {
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",
     ),
+    "table": group(
+        partial(_commands_of, "commands", "TABLE_COMMANDS"),
+        "grow, rename, reset or drop a table",
+        "Change one table of a store, in place and durably, in all versions that are kept. Train on once it is done.",
+    ),
     "export": EXPORT,
     "import": IMPORT,
     "quantize": QUANTIZE,
@@ -398,12 +419,20 @@ _COMMANDS: Final = {
     ),
     "publish": PUBLISH,
     "compile": COMPILE,
+    "completion": command(
+        _completion,
+        (arg("shell", choices=("bash", "zsh", "fish"), help="the shell"),),
+        "print what completes commands in a shell",
+        "Print a script that completes commands, flags and files in a shell.",
+        """example, in ~/.bashrc:
+  source <(tierstore completion bash)""",
+    ),
     "plan": group(
         partial(_commands_of, "plan"),
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
-  tierstore plan plan.toml     # short for: tierstore plan run plan.toml
+  tierstore plan --bytes 300GB --queries 20000 --p99 20ms   # short for: tierstore plan run ...
   tierstore plan COMMAND --help""",
         of_file="run",
     ),

@@ -3,7 +3,7 @@ law, described. What a command needs is imported when it is asked for something.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,30 +17,47 @@ _OUT: Final = arg("out", metavar="OUT.npz", help="file to write; it appears when
 _FORCE: Final = arg("--force", help="replace OUT.npz if it exists")
 
 
+def milliseconds(text: str) -> float:
+    return float(text.removesuffix("ms"))
+
+
+_FLAGS: Final[Mapping[str, tuple[str, Callable[[str], object], str, str]]] = {
+    "--bytes": ("workload.bytes", str, "SIZE", "all rows as float32, as 300GB"),
+    "--rows": ("workload.rows", int, "N", "all rows, in place of --bytes"),
+    "--dim": ("workload.embedding_dim", int, "N", "columns of them"),
+    "--queries": ("target.queries_per_s", float, "N", "queries a second to be served"),
+    "--p99": ("target.p99_ms", milliseconds, "TIME", "within which 99 of 100 queries are to be answered, as 20ms"),
+    "--samples": ("target.samples_per_s", float, "N", "samples a second to be trained"),
+}
+"""Flags that stand for one key of the plan file: key, type, metavar, help."""
+
+
 def _run(options: argparse.Namespace) -> int:
-    if options.plan_file is None and not options.keys:
-        raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     from ..plan.planning import PlanFile, load, parse_override
-    from ..settings.sections import to_toml
+    from ..settings.sections import Override, to_toml
 
     if options.keys:
         print(to_toml(PlanFile(), with_help=True), end="")
         return 0
-    asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    read = [options.plan_file, asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
+    given = {flag: getattr(options, flag.removeprefix("--")) for flag in _FLAGS}
+    keys = {flag: _FLAGS[flag][0].split(".") for flag, value in given.items() if value is not None}
+    flags = [Override(section, key, given[flag], flag) for flag, (section, key) in keys.items()]
+    asked = load(options.plan_file, [*flags, *map(parse_override, options.set)])
+    read = [options.plan_file or "", asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
     require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
     from ..plan.planning import plan, write_json
     from ..plan.report import describe, plan_page
     from ..system.files import write_text
 
-    result = plan(asked)
-    print(describe(result))
+    with progress_bar("hosts looked at") as show:
+        result = plan(asked, progress=show)
+    print(describe(result, details=options.details or asked.is_fixed))
     if options.html:
         write_text(Path(options.html), plan_page(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), Path(options.json), force=options.force)
-    return 0
+    return 1 if result.missed else 0
 
 
 def _curve(options: argparse.Namespace) -> int:
@@ -143,6 +160,11 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         (
             arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
+            *(
+                arg(flag, type=kind, metavar=metavar, help=f"{text} ({key})")
+                for flag, (key, kind, metavar, text) in _FLAGS.items()
+            ),
+            arg("--details", help="also print what the answer is made of, as --html and --json have it"),
             arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             arg("--json", metavar="OUT.json", help="write all figures of the answer"),
             arg("--force", help="replace these files if they exist"),
@@ -155,9 +177,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
             ),
             arg("--keys", help="print every key with its default, and exit"),
         ),
-        "answer a plan file",
-        "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
+        "say what to buy, or what a setup would do",
+        "Find the cheapest setup of each host that reaches a target, or predict the setup of a plan file. Exit status "
+        "1: nothing reaches it.",
         "examples:\n"
+        "  tierstore plan --bytes 300GB --queries 20000 --p99 20ms\n"
+        "  tierstore plan --rows 1000000000 --dim 64 --samples 100000\n"
         "  tierstore plan run --keys > plan.toml\n"
         "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",

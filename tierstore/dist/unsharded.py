@@ -126,7 +126,8 @@ class _Joint(NamedTuple):
             pairs = zip(versions, commits, strict=True)
             past.append(Ancestor(each, _joint_id([own.lineage.id_of(known.versions[each]) for own, known in pairs])))
         ancestors = tuple(each for each in past if each.commit_id)
-        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), ancestors)
+        ids, seconds = zip(*((each.lineage.commit_id, each.lineage.seconds) for each in versions), strict=True)
+        lineage = Lineage(_joint_id(ids), ancestors, max(seconds))
         shardings = {name: Sharding.from_json(each, len(versions)) for name, each in commits[0].shardings.items()}
         joint = Version(numbers[0], first.tables, first.extra["extra"], first.tensors, lineage)
         return cls(joint, shardings, commits)

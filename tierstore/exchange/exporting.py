@@ -1,14 +1,16 @@
-"""A store's tables as one safetensors file."""
+"""A store's tables as one safetensors file, or the rows of one table as npy, CSV or Parquet."""
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
+import numpy as np
 import torch
 
-from ..kernels.arrays import Int64s
+from ..kernels.arrays import Floats, Int64s
 from ..lookup.base import Use
 from ..store import Store, Table, open_store
 from ..system.files import partial_file, require_room, write_all
@@ -28,6 +30,7 @@ from .tensor_files import (
 )
 
 Progress = Callable[[int, int], None] | None
+_OF_ROWS: Final = (".npy", ".csv", ".parquet")
 
 
 class ExportReport(NamedTuple):
@@ -75,14 +78,15 @@ def export_store(
     key: str = DEFAULT_KEY, state: bool = False, dense: bool = False, version: int | None = None, force: bool = False,
     ddr: int | str = "256MiB", progress: Progress = None,
 ) -> ExportReport:  # fmt: skip
-    """Write every row of some tables, as of one version, to a safetensors file; rows never written have first values.
+    """Write every row of some tables, as of one version, to a file; rows never written have first values.
 
     Of a table with dynamic ids the rows are those of its ids, ascending, which are int64 [rows] ``ids`` alongside.
     Quantized rows are written as they are, uint8 [rows, stored columns]. The store is opened read-only. Memory:
     ``ddr``, 4 bytes a row and 64 MiB.
 
     Args:
-        out: the file, whose name ends in .safetensors or has no ending; it appears when it is complete.
+        out: the file; it appears when it is complete. Its ending is .safetensors or none; or, of one table as
+            float32, .npy [rows, columns], .csv with ``id``, ``c0``, ``c1``, ..., or .parquet with ``id``, ``vector``.
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
@@ -94,21 +98,63 @@ def export_store(
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
-        ValueError: two tensors would have one name, or a wrong argument. TableError: no such table.
+        ValueError: two tensors would have one name, or a wrong argument. TableError: no such table. ImportError.
         FileExistsError: ``out`` exists. DiskFullError: too little free space for it; nothing is left of it.
         StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
-    if Path(out).suffix not in ("", ".safetensors"):
+    if (kind := Path(out).suffix) not in ("", ".safetensors", *_OF_ROWS):
         raise ValueError(
-            f"{out}: an export is a safetensors file: choose a name that ends in .safetensors. What "
-            "safetensors.torch.load_file gives of it is a checkpoint by torch.save"
+            f"{out}: an export's name ends in .safetensors, {', '.join(_OF_ROWS)}. What safetensors.torch.load_file "
+            "gives of it is a checkpoint by torch.save"
         )
     path = Path(out).absolute()
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
+        if kind in _OF_ROWS:
+            if len(names) != 1 or state or dense or (kind == ".npy" and store[names[0]].ids is not None):
+                raise ValueError(
+                    f"{out}: a {kind} file has rows of one table, without state and dense, and .npy no dynamic ids: "
+                    f"name one of {', '.join(store.tables)} (--table), or choose .safetensors"
+                )
+            return _export_rows(store[names[0]], path, force=force, progress=progress)
         keys = weight_keys(key, names)
         plans = [_TablePlan.of(store[name], keys[name], with_state=state) for name in names]
         return _export_safetensors(store, path, plans, dense=dense, force=force, progress=progress)
+
+
+def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -> ExportReport:
+    ids = None if table.ids is None else table.ids.listed()
+    rows, dim = table.config.num_embeddings if ids is None else len(ids), table.config.embedding_dim
+    with (
+        partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file,
+        _row_writer(file, path, rows, dim) as write,
+    ):  # fmt: skip
+        for start, stop in chunks(table, rows):
+            part = np.arange(start, stop) if ids is None else ids[start:stop]
+            write(part, table.read(torch.from_numpy(part)).float().numpy())
+            (progress or (lambda *_: None))(4 * stop * dim, 4 * rows * dim)
+    return ExportReport(path, table.store.version, (table.name,), rows, path.stat().st_size)
+
+
+@contextlib.contextmanager
+def _row_writer(file: BinaryIO, path: Path, rows: int, dim: int) -> Iterator[Callable[[Int64s, Floats], object]]:
+    """Takes ids and values of rows, in parts."""
+    if path.suffix == ".npy":
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
+        yield lambda _, values: file.write(values.tobytes())
+        return
+    try:
+        import pyarrow as pa
+        from pyarrow import csv, parquet
+    except ModuleNotFoundError:
+        raise ImportError(f"{path}: {path.suffix} files need one more package: pip install pyarrow") from None
+    is_csv, vector = path.suffix == ".csv", pa.list_(pa.float32(), dim)
+    columns = {f"c{column}": pa.float32() for column in range(dim)} if is_csv else {"vector": vector}
+    schema = pa.schema({"id": pa.int64()} | columns)
+    with (csv.CSVWriter if is_csv else parquet.ParquetWriter)(file, schema) as writer:
+        yield lambda ids, values: writer.write_table(
+            pa.table([ids, *(values.T if is_csv else [pa.array([*values], vector)])], schema=schema)
+        )
 
 
 def _export_safetensors(

@@ -7,7 +7,6 @@ in a wild read. LMDB itself does not check; so a store is walked once before LMD
 All pages read must be of a tree that stays pinned meanwhile (``reader_locks.py``).
 """
 
-import struct
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
@@ -17,29 +16,18 @@ from numpy.typing import NDArray
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
+from . import meta
 from .mapped import queue_read
+from .meta import BIG_DATA, HEADER_BYTES, KEY_BYTES, MAX_DEPTH, NO_ROOT, NODE_BYTES, Root
 
 Halves = NDArray[np.uint16]
 Entries = NDArray[Any]  # entries of a tree, of dtype ``ENTRY``
 
-MAGIC: Final = 0xBEEFC0DE
-DATA_VERSION: Final = 1
-NO_ROOT: Final = (1 << 64) - 1
-META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # first key word of a record; sorts after all segments
-SEGMENTS_KEY: Final = np.uint64(0)  # first key word of a segment; the second is its number
-META_READ_BYTES: Final = 152
-MAX_PAGES: Final = 1 << 33  # 32 TiB: a writer maps the file three times, and a process has 128 TiB of address space
-MAX_DEPTH: Final = 32
-HEADER_BYTES: Final = 16
-KEY_BYTES: Final = 16
+META_KEY: Final = np.uint64(meta.META_KEY)  # as kernels compare it
 FREE_KEY_BYTES: Final = 8  # of the tree of free pages, in which a key is a transaction's number in native order
-BIG_DATA: Final = 0x01  # the flag of a node whose value lies on pages of its own
 
-_NODE_BYTES: Final = 8
-_BRANCH, _LEAF, _META = 0x01, 0x02, 0x08  # flags of pages
+_BRANCH, _LEAF = 0x01, 0x02  # flags of pages
 LASTING: Final = 0x3FEF  # the flags of a page that mean something on disk
-_INTEGER_KEYS: Final = 0x08
-_ENVIRONMENT_FLAGS: Final = 0x4000  # MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages
 _FIRST_ENTRIES: Final = 1 << 10
 _CHUNK_ENTRIES: Final = 1 << 16
 
@@ -60,70 +48,6 @@ class WalkStatus(IntEnum):
     USED_TWICE = 6  # a page is part of two things, or of one and free
     BAD_FREE_LIST = 7
     BAD_TOTALS = 8  # the meta page counts other pages or entries than there are
-
-
-class Root(NamedTuple):  # of a tree, and what LMDB counts of it
-    depth: int
-    branch_pages: int
-    leaf_pages: int
-    overflow_pages: int
-    entries: int
-    page: int
-
-
-class Meta(NamedTuple):  # what one of LMDB's two meta pages says
-    page_bytes: int
-    last_page: int
-    txn_id: int
-    main: Root
-    free: Root
-
-
-def parse_meta(page: bytes) -> Meta | str:
-    """The meta page that starts with these ``META_READ_BYTES`` bytes, or what is wrong with it."""
-    if len(page) < META_READ_BYTES:
-        return "the file ends inside its header"
-    (flags,), (magic, version) = struct.unpack_from("<H", page, 10), struct.unpack_from("<II", page, 16)
-    if magic != MAGIC:
-        return "it is not an LMDB file (no magic number)"
-    if version != DATA_VERSION:
-        return f"its LMDB data version is {version}, not {DATA_VERSION}"
-    if not flags & _META:
-        return "a meta page is damaged"
-    page_bytes, free_flags, *free = struct.unpack_from("<IHHQQQQQ", page, 40)
-    main_pad, main_flags, *main = struct.unpack_from("<IHHQQQQQ", page, 88)
-    last_page, txn_id = struct.unpack_from("<QQ", page, 136)
-    meta = Meta(page_bytes, last_page, txn_id, Root(*main), Root(*free))
-    if page_bytes < 512 or page_bytes > 65536 or page_bytes & (page_bytes - 1):
-        return f"a meta page is damaged (page size {page_bytes})"
-    if main_flags or main_pad or free_flags & ~_ENVIRONMENT_FLAGS != _INTEGER_KEYS:
-        return "a meta page is damaged (flags)"
-    for root in (meta.main, meta.free):
-        if root.depth > MAX_DEPTH or (root.depth == 0) != (root.page == NO_ROOT):
-            return "a meta page is damaged (tree depth)"
-        if root.page != NO_ROOT and root.page > last_page:
-            return "a meta page is damaged (root)"
-    return meta if last_page < MAX_PAGES else f"a meta page is damaged ({last_page + 1} pages)"
-
-
-def sound_metas(*pages: bytes) -> list[Meta]:
-    """Those of these meta pages that are some, the newest first."""
-    metas = (meta for meta in map(parse_meta, pages) if isinstance(meta, Meta))
-    return sorted(metas, key=lambda meta: meta.txn_id, reverse=True)
-
-
-def newer_meta(even: Meta, odd: Meta) -> Meta | None:
-    """The newer of a file's two meta pages; None if they are not in step, where LMDB might take the older of two trees
-    for the newer. Transaction n writes meta page n % 2 and leaves that of n - 1 as it is."""
-    is_in_step = even.txn_id == odd.txn_id == 0 or (even.txn_id % 2 == 0 and abs(even.txn_id - odd.txn_id) == 1)
-    return max(even, odd, key=lambda meta: meta.txn_id) if is_in_step else None
-
-
-def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
-    """A meta page of the same file, ``META_READ_BYTES`` of it, that leads to the tree of ``meta`` by another number."""
-    free = page[40:46] + struct.pack("<HQQQQQ", *meta.free)
-    main = struct.pack("<IHHQQQQQ", 0, 0, *meta.main)
-    return page[:40] + free + main + struct.pack("<QQ", meta.last_page, txn_id)
 
 
 class Pages(NamedTuple):  # of the file, as the kernels see it
@@ -218,11 +142,11 @@ def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: i
     and may be left out."""
     has_key = halves[node + 3] == key_bytes
     if not leaf:
-        return _NODE_BYTES + half(halves, node + 3) if has_key or (first and halves[node + 3] == 0) else -1
+        return NODE_BYTES + half(halves, node + 3) if has_key or (first and halves[node + 3] == 0) else -1
     flags = halves[node + 2]
     if not has_key or flags > BIG_DATA:
         return -1
-    return (_NODE_BYTES + key_bytes + (8 if flags == BIG_DATA else wide(halves, node)) + 1) & ~1
+    return (NODE_BYTES + key_bytes + (8 if flags == BIG_DATA else wide(halves, node)) + 1) & ~1
 
 
 @inline
@@ -231,11 +155,11 @@ def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int, toler
     branch's node only the page that it leads to is wanted, whatever its key."""
     halves, at = pages.halves, page * pages.page_halves
     offset = half(halves, at + 8 + index)
-    if offset & 1 or offset < half(halves, at + 7) or offset + _NODE_BYTES > pages.page_halves * 2:
+    if offset & 1 or offset < half(halves, at + 7) or offset + NODE_BYTES > pages.page_halves * 2:
         return -1
     node = at + (offset >> 1)
     is_enough = tolerant and not leaf
-    size = _NODE_BYTES if is_enough else _node_bytes(halves, node, leaf, index == 0, key_bytes)
+    size = NODE_BYTES if is_enough else _node_bytes(halves, node, leaf, index == 0, key_bytes)
     return -1 if size < 0 or offset + size > pages.page_halves * 2 else node
 
 
@@ -337,7 +261,7 @@ def _key_in_order(halves: Halves, node: int, key_bytes: int, leaf: bool, least: 
 def _emit(pages: Pages, node: int, key_bytes: int, tolerant: bool, entry: Any) -> bool:
     """Write one entry; False if its value's pages are not all in the file, or, if tolerant, in no file."""
     halves, page_bytes = pages.halves, pages.page_halves * 2
-    size, page, place = wide(halves, node), 0, node + (_NODE_BYTES + key_bytes) // 2
+    size, page, place = wide(halves, node), 0, node + (NODE_BYTES + key_bytes) // 2
     if half(halves, node + 2) == BIG_DATA:
         page = number(halves, place)
         num_pages = (HEADER_BYTES + size + page_bytes - 1) // page_bytes

@@ -6,11 +6,11 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import lmdb
 
-from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
+from ..errors import DamagedError, DiskFullError, StoreLockedError, TierstoreError, TruncatedError
 from ..system.files import (
     FULL,
     RESTORE,
@@ -21,9 +21,10 @@ from ..system.files import (
     translate_os_error,
     write_all,
 )
-from .btree import MAX_PAGES, META_READ_BYTES, Meta, newer_meta, parse_meta, repoint
-from .mapped import map_length
-from .snapshot import Snapshot
+from .meta import MAX_PAGES, META_READ_BYTES, parse_meta, repoint
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
 
 ROW_FILE_NAME: Final = "rows.lmdb"
 SUPERBLOCK_NAME: Final = "rows.anchor"
@@ -31,7 +32,6 @@ FILE_NAMES: Final = (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", SUPERBLOCK_NAME)
 MAX_PAGE_BYTES: Final = 32768  # LMDB uses the system's page size up to this
 
 _STAMP_BYTES: Final = 16
-_ATTEMPTS: Final = 5
 _CORRUPT: Final = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadTxnError,
     lmdb.PageFullError, lmdb.CursorFullError,
@@ -129,6 +129,8 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     written under another name first. The stamp is the store's id at the end of the first meta page, which LMDB leaves
     alone. The id that counts is a record in the tree; the stamp can be read before the tree can be trusted."""
     draft, draft_lock = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.new-lock")
+    from .mapped import map_length
+
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
     environment = open_environment(draft, map_length(1))
@@ -155,38 +157,16 @@ def read_stamp(path: Path, page_bytes: int) -> bytes:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
 
-def newest_meta(path: Path) -> Meta:
-    """The newer meta page of a file that is LMDB's, of the right version. FormatError, TruncatedError."""
-    for _ in range(_ATTEMPTS):  # a writer may replace one while the other is read
-        with path.open("rb", buffering=0) as file:
-            even = _read_meta(path, file.fileno(), 0)
-            odd = _read_meta(path, file.fileno(), even.page_bytes)
-        if even.page_bytes != odd.page_bytes:
-            raise FormatError(f"{path}: its two meta pages disagree on the page size. {RESTORE}")
-        if (meta := newer_meta(even, odd)) is not None:
-            return meta
-    raise FormatError(f"{path}: its two meta pages are not those of successive transactions. {RESTORE}")
-
-
-def _read_meta(path: Path, descriptor: int, place: int) -> Meta:
-    page, size = os.pread(descriptor, META_READ_BYTES, place), os.fstat(descriptor).st_size
-    if len(page) < META_READ_BYTES:
-        raise TruncatedError(f"{path}: {size} bytes are too few for the two meta pages of an LMDB file. {RESTORE}")
-    if isinstance(meta := parse_meta(page), str):
-        raise FormatError(f"{path}: {meta}. {RESTORE}")
-    return meta
-
-
 _PART_BYTES: Final = 32 << 20  # copied at a time; between two, progress shows and Ctrl-C is heeded
 _NOT_SUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY)
 
 
-def copied_bytes(snapshot: Snapshot) -> int:
+def copied_bytes(snapshot: "Snapshot") -> int:
     """Length of the copy. LMDB may leave the last pages of a file unwritten where they are free."""
     return min(snapshot.file_map.file_bytes(), (snapshot.meta.last_page + 1) * snapshot.page_bytes)
 
 
-def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int], None]) -> None:
+def copy_rows_file(snapshot: "Snapshot", path: Path, progress: Callable[[int, int], None]) -> None:
     """Copy into a new file, synced, while a writer goes on; ``progress(done_bytes, total_bytes)``.
 
     No page of the snapshot's tree is reused while it is open; others are free in it. Both meta pages of the copy lead
@@ -211,7 +191,7 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
         os.close(source)
 
 
-def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int, int], None]) -> None:
+def _copy(snapshot: "Snapshot", source: int, target: int, progress: Callable[[int, int], None]) -> None:
     total, meta = copied_bytes(snapshot), snapshot.meta
     os.ftruncate(target, total)
     os.posix_fadvise(source, 0, total, os.POSIX_FADV_SEQUENTIAL)

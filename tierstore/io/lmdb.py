@@ -17,8 +17,8 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
 from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_tables, require_distinct
-from .btree import META_KEY
 from .log import DEFAULT_SLACK
+from .meta import META_KEY
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, CommitRecord, Head, read_head, read_payload, read_record, require_logged
@@ -259,7 +259,7 @@ class LmdbColdTier:
         """The newest version in a snapshot, by the indexes of new segments; after a rollback by all. None if it is the
         one that is shown: then this snapshot is shown, in which rows that cleaning moved lie elsewhere."""
         shown = self._file.record
-        snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
+        snapshot.walk(META_KEY)  # damage on the way to the records is found first
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
         stored = stored_segments(snapshot)

@@ -6,15 +6,17 @@ Each ends in the XXH64 of what comes before. Integers are little-endian uint64. 
 import struct
 from collections.abc import Callable
 from io import BytesIO
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ChecksumError, DamagedError, FormatError
 from ..system.files import RESTORE
-from .btree import META_KEY, SEGMENTS_KEY
-from .checksum import bytes_checksum
-from .segments import Stored, numbers_hash, stored_segments
-from .snapshot import Tree
+from .meta import META_KEY, SEGMENTS_KEY, PlainTree, bytes_checksum
 
+if TYPE_CHECKING:
+    from .segments import Stored
+    from .snapshot import Tree
+
+AnyTree: TypeAlias = "Tree | PlainTree"
 STORE_ITEM, HEAD_ITEM, LOG_ITEM = range(3)
 _ITEM_BITS: Final = 24  # of an item's number, for its place among the items of its version
 MAX_VERSION: Final = (1 << 40) - 1
@@ -56,7 +58,7 @@ class CommitRecord(NamedTuple):
 
 
 def item_key(item: int) -> bytes:
-    return struct.pack(">QQ", int(META_KEY), item)
+    return struct.pack(">QQ", META_KEY, item)
 
 
 def version_item(version: int, chunk: int = -1) -> int:
@@ -65,7 +67,7 @@ def version_item(version: int, chunk: int = -1) -> int:
 
 
 def segment_key(number: int) -> bytes:
-    return struct.pack(">QQ", int(SEGMENTS_KEY), number)
+    return struct.pack(">QQ", SEGMENTS_KEY, number)
 
 
 def _sealed(data: bytes) -> bytes:
@@ -142,7 +144,7 @@ def unpack_commit(data: bytes) -> CommitRecord:
 T = TypeVar("T")
 
 
-def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
+def _read(tree: AnyTree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
     try:
         if (found := tree.get(item_key(item))) is None:
             raise ValueError("it is missing")
@@ -151,8 +153,10 @@ def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
         raise FormatError(f"{tree.path}: {what} is damaged: {error}. {RESTORE}") from error
 
 
-def check_store(tree: Tree, store_id: bytes) -> LogRecord:
+def check_store(tree: "Tree", store_id: bytes) -> LogRecord:
     """``require_logged`` of a file that is this store's. FormatError: it is another store's, or no store's."""
+    from .segments import stored_segments  # whose kernels take a second to load
+
     if tree.get(item_key(STORE_ITEM)) is None:
         raise FormatError(f"{tree.path}: not a tierstore file (it has no store record). {RESTORE}")
     found = _read(tree, STORE_ITEM, "its store record", unpack_store)
@@ -164,9 +168,11 @@ def check_store(tree: Tree, store_id: bytes) -> LogRecord:
     return require_logged(tree, stored_segments(tree))
 
 
-def require_logged(tree: Tree, stored: Stored) -> LogRecord:
+def require_logged(tree: "Tree", stored: "Stored") -> LogRecord:
     """Compare the segments with what the writer counted: one that went missing is found here. FormatError: the record
     of the log is damaged. DamagedError: there are other segments than it counts."""
+    from .segments import numbers_hash
+
     log = read_log(tree)
     if (len(stored), numbers_hash(stored)) != (log.num_segments, log.hash):
         raise DamagedError(
@@ -176,15 +182,15 @@ def require_logged(tree: Tree, stored: Stored) -> LogRecord:
     return log
 
 
-def read_log(tree: Tree) -> LogRecord:
+def read_log(tree: AnyTree) -> LogRecord:
     return _read(tree, LOG_ITEM, "its record of the log", unpack_log)
 
 
-def read_head(tree: Tree) -> Head:
+def read_head(tree: AnyTree) -> Head:
     return _read(tree, HEAD_ITEM, "its record of versions", unpack_head)
 
 
-def read_record(tree: Tree, version: int) -> CommitRecord:
+def read_record(tree: AnyTree, version: int) -> CommitRecord:
     """The commit record of a version that the head names; of version 0, an empty one."""
     if not version:
         return CommitRecord()
@@ -195,13 +201,13 @@ def read_record(tree: Tree, version: int) -> CommitRecord:
     return record
 
 
-def stale_items(snapshot: Tree, head: Head) -> list[int]:
+def stale_items(snapshot: "Tree", head: Head) -> list[int]:
     """Records and payload chunks of versions that the head does not name."""
-    versions = {item: item >> _ITEM_BITS for item in snapshot.walk(int(META_KEY))["number"].tolist()}
+    versions = {item: item >> _ITEM_BITS for item in snapshot.walk(META_KEY)["number"].tolist()}
     return [item for item, version in versions.items() if version and version not in head.kept]
 
 
-def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:
+def read_payload(snapshot: AnyTree, record: CommitRecord) -> bytes:
     """What a version was committed with. ChecksumError: it is not what was written."""
     buffer = BytesIO()  # gives what it holds without a copy
     for chunk in range(record.num_payload_chunks):

@@ -17,6 +17,7 @@ from ..system.processes import disown_in_forks
 from . import files, records
 from .files import SUPERBLOCK_NAME
 from .mapped import FileMap
+from .meta import newest_meta
 from .reader_locks import FileLocks
 from .records import check_store, read_head
 from .row_map import NewSegments, RowMap, RowPlaces
@@ -78,7 +79,7 @@ class OpenFile:
                 files.require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, locks)
-            self.page_bytes: Final = files.newest_meta(self.path).page_bytes
+            self.page_bytes: Final = newest_meta(self.path).page_bytes
             self.map = FileMap.of_rows(self.path, locks.size_bytes(), locks)
             stack.callback(self.map.close)
             self.snapshot = self.new_snapshot()

@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel, prefetch_word
+from ..kernels.xxh64 import PRIME_1, PRIME_2, words_hash
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from ..system.files import RESTORE
-from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
-from .checksum import PRIME_1, PRIME_2, is_row, mix_key, row_checksum, words_hash
+from .btree import Entries
+from .checksum import is_row, mix_key, row_checksum
 from .mapped import copy_words, queue_parts, queue_read
+from .meta import HEADER_BYTES, SEGMENTS_KEY
 from .sigbus import ASK_AGAIN, PageRuns
 from .snapshot import Tree
 

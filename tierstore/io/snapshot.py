@@ -23,8 +23,9 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..system.files import RESTORE
 from . import btree
-from .btree import Entries, Meta, Pages, WalkStatus, claim, number, sound_metas, wide
+from .btree import Entries, Pages, WalkStatus, claim, number, wide
 from .mapped import FileMap
+from .meta import HEADER_BYTES, KEY_BYTES, META_READ_BYTES, Meta, sound_metas
 from .sigbus import ASK_AGAIN
 
 _OVERFLOW: Final = 0x04
@@ -63,7 +64,7 @@ def _claim_values(
     for i in range(len(entries)):
         page, size, status = entries[i]["page"], entries[i]["size"], 0
         if page != 0:
-            num_pages = (btree.HEADER_BYTES + size + pages.page_halves * 2 - 1) // (pages.page_halves * 2)
+            num_pages = (HEADER_BYTES + size + pages.page_halves * 2 - 1) // (pages.page_halves * 2)
             status = claim(used, page, num_pages, pages.limit)
             overflows += num_pages
             if status == 0 and (is_free_list or entries[i]["kind"] == btree.META_KEY):
@@ -87,7 +88,7 @@ def check_page_use(pages: Pages, meta: Meta) -> tuple[int, int]:
     used: Words = np.zeros((meta.last_page >> 6) + 1, np.uint64)
     pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
     claimed = 0
-    for root, key_bytes in ((meta.main, btree.KEY_BYTES), (meta.free, btree.FREE_KEY_BYTES)):
+    for root, key_bytes in ((meta.main, KEY_BYTES), (meta.free, btree.FREE_KEY_BYTES)):
         walk, is_free_list = btree.new_walk(pages.page_halves, used), key_bytes == btree.FREE_KEY_BYTES
         entries, result = btree.list_tree(pages, root, walk, key_bytes=key_bytes), walk.result
         if result[btree.STATUS] == WalkStatus.DONE:
@@ -205,10 +206,10 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
     both = metas_in(file_map, page_bytes)
-    seen = tuple(file_map.words[start // 8 :][: btree.META_READ_BYTES // 8].tobytes() for start in (0, page_bytes))
+    seen = tuple(file_map.words[start // 8 :][: META_READ_BYTES // 8].tobytes() for start in (0, page_bytes))
     if both != metas_in(file_map, page_bytes):
         return None
-    if seen != both and all(len(page) == btree.META_READ_BYTES for page in both):
+    if seen != both and all(len(page) == META_READ_BYTES for page in both):
         raise StoreReplacedError(
             f"{file_map.path}: what is mapped is not what is read. Another process was the first to write to this file "
             "of a lower layer, and the overlay copied it; open the store again"
@@ -219,7 +220,7 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
 def metas_in(file_map: FileMap, page_bytes: int) -> tuple[bytes, ...]:
     """Both meta pages, read from the file: in the map others' refused pages would be in the way."""
     try:
-        return tuple(os.pread(file_map.locks.descriptor, btree.META_READ_BYTES, start) for start in (0, page_bytes))
+        return tuple(os.pread(file_map.locks.descriptor, META_READ_BYTES, start) for start in (0, page_bytes))
     except OSError as error:
         file_map.file_bytes()
         raise UnreadableError(

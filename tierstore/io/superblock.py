@@ -21,18 +21,17 @@ pinned. It gets its name when it is whole, with space for both slots, so that no
 import os
 import struct
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError
 from ..system.files import RESTORE, sync_directory, translate_os_error, write_all
 from ..system.killpoints import reach
-from . import btree, records
-from .btree import META_READ_BYTES, Meta, sound_metas
-from .checksum import bytes_checksum
+from . import records
 from .files import SUPERBLOCK_NAME, read_stamp
-from .mapped import FileMap
-from .reader_locks import FileLocks
-from .snapshot import Tree
+from .meta import META_READ_BYTES, Meta, bytes_checksum, newer_meta, parse_meta, sound_metas
+
+if TYPE_CHECKING:
+    from .reader_locks import FileLocks
 
 SLOT_BYTES: Final = 4096
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -174,7 +173,7 @@ def require_sound(path: Path, store_id: bytes) -> None:
         )
 
 
-def recover(path: Path, store_id: bytes, locks: FileLocks) -> None:
+def recover(path: Path, store_id: bytes, locks: "FileLocks") -> None:
     """Have the device hold the superblock, and put its meta pages back: before an open for writing.
 
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
@@ -207,12 +206,15 @@ def recover(path: Path, store_id: bytes, locks: FileLocks) -> None:
             )
 
 
-def _require_whole(path: Path, superblock: Superblock, locks: FileLocks) -> None:
+def _require_whole(path: Path, superblock: Superblock, locks: "FileLocks") -> None:
     """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
+    from .mapped import FileMap
+    from .snapshot import Tree
+
     file_map = FileMap(path, path.stat().st_size, locks)
     try:
-        found = [meta for meta in map(btree.parse_meta, superblock.metas) if isinstance(meta, Meta)]
-        meta = btree.newer_meta(*found) if len(found) == 2 else None
+        found = [meta for meta in map(parse_meta, superblock.metas) if isinstance(meta, Meta)]
+        meta = newer_meta(*found) if len(found) == 2 else None
         if meta is None or any(each.page_bytes != superblock.page_bytes for each in found):
             raise DamagedError("its meta pages are none")
         tree = Tree(path, file_map, meta)

@@ -22,9 +22,9 @@ from ..kernels.jit import kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from ..system.files import read_plain_file
 from . import btree, records
-from .btree import META_READ_BYTES, Meta, sound_metas
 from .files import SUPERBLOCK_NAME
 from .mapped import FileMap, copy_words
+from .meta import META_KEY, META_READ_BYTES, SEGMENTS_KEY, Meta, sound_metas
 from .places import Places, Segments, TableArrays
 from .row_map import RowMap
 from .segments import (
@@ -64,7 +64,7 @@ class Remains(Tree):
         pages = self.pages()
         walk = btree.new_walk(pages.page_halves, np.zeros((pages.limit >> 6) + 1, np.uint64))
         entries = btree.list_tree(pages, meta.main, walk, tolerant=True)
-        own, other = (entries[entries["kind"] == kind] for kind in (btree.SEGMENTS_KEY, btree.META_KEY))
+        own, other = (entries[entries["kind"] == kind] for kind in (SEGMENTS_KEY, META_KEY))
         self._places = dict(zip(other["number"].tolist(), other[["place", "size"]].tolist(), strict=True))
         self.head = _if_sound(lambda: records.read_head(self))
         self.version = self.head.current if self.head is not None else 0

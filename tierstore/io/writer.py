@@ -22,10 +22,9 @@ from ..system.killpoints import reach
 from ..system.processes import disown_in_forks, keep_for_ever
 from ..system.sizes import format_size
 from . import records
-from .btree import MAX_PAGES
-from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .log import DELETED_PAGES, Cleaner, Dead, require_headers, some_dead
+from .meta import MAX_PAGES, bytes_checksum
 from .places import Segments
 from .reader_locks import OldestReader
 from .reads import KeyedRows

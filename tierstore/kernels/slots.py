@@ -4,13 +4,14 @@ Shape legend: N positions (ids of the batch), U unique rows, F features, T table
 columns, S slots, D = dim.
 """
 
+import math
 from typing import Any, Final
 
 import numpy as np
 
 from .arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights, Words
 from .floats import FLOAT32
-from .hashing import keyed_hash
+from .hashing import keyed_hash, mix64, unit
 from .jit import kernel, prefetch_item, prefetch_word, uncounted_kernel
 from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
@@ -19,6 +20,8 @@ from .simd import WIDE, WIDEST, fill, halved, item, load, put, store
 SUM, MEAN, MAX = range(3)
 MODES: Final = {"sum": SUM, "mean": MEAN, "max": MAX}  # by the names that configurations have
 
+_CONSTANT, _UNIFORM, _NORMAL = range(3)
+FIRST_VALUES: Final = {"constant": _CONSTANT, "uniform": _UNIFORM, "normal": _NORMAL}  # by the kind of an initializer
 DONE, ABSENT = -1, -2  # what ``look_up`` returns
 AHEAD: Final = 16  # positions: rows are fetched from memory so long before they are used
 BLOCK_POSITIONS: Final = 1024
@@ -477,3 +480,34 @@ def unique_in_order(keys: Int64s, scratch: Int32s, unique_keys: Int64s, inverse:
             count += 1
         inverse[position] = scratch[place]
     return count
+
+
+@inline
+def _value(code: int, first: float, second: float, row_bits: np.uint64, column: int) -> np.float32:
+    if code == _CONSTANT:
+        return np.float32(first)
+    bits = mix64(np.uint64(row_bits + np.uint64(column)))
+    if code == _UNIFORM:
+        value = np.float32(first + (second - first) * unit(bits))
+        # Rounding to float32 may reach the open end; step back inside.
+        return value if value < second or first == second else np.float32(first)
+    radius = math.sqrt(-2.0 * math.log(1.0 - unit(bits)))
+    angle = 2.0 * math.pi * unit(mix64(np.uint64(bits ^ np.uint64(0xD1B54A32D192ED03))))
+    return np.float32(first + second * radius * math.cos(angle))
+
+
+@kernel
+def fill_rows(
+    code: int, first: float, second: float, seed: np.uint64, first_column: int, keys: Int64s, slots: Int32s,
+    weights: Weights, dim: int, dtype_code: int,
+) -> None:  # fmt: skip
+    """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
+    seed_bits = mix64(seed)
+    for i in range(keys.shape[0]):
+        if i + AHEAD < keys.shape[0]:
+            prefetch_item(weights, (np.int64(slots[i + AHEAD]), 0))
+        row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
+        slot = slots[i]
+        for column in range(dim):
+            store(weights, slot, column, _value(code, first, second, row_bits, first_column + column), dtype_code, 1)
+        weights[slot, dim:] = 0

@@ -167,16 +167,17 @@ def convert(
     """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module; returns the model.
 
     It stays the same object, for lists and closures that refer to it; so does its weight, without elements. A table has
-    the name of its module, such as ``"user.embedding"``; wrappers, as of ``torch.compile``, add nothing to it. Rows are
-    copied in chunks of 8 MiB. A weight on the meta device is never made whole: its table's first values are those of
-    ``init``. Modules that share a weight share a table. Mode, ``padding_idx``, ``requires_grad``, ``training`` and
-    other attributes stay.
+    the name of its module, such as ``"user.embedding"``, unless ``names`` has another; wrappers, as of
+    ``torch.compile``, add nothing to it. Rows are copied in chunks of 8 MiB. A weight on the meta device is never made
+    whole: its table's first values are those of ``init``. Modules that share a weight share a table. Mode,
+    ``padding_idx``, ``requires_grad``, ``training`` and other attributes stay.
 
     Args:
         model: changed in place. Its other modules stay as they are.
         store: open for writing; or for reading, with ``copy=False``.
         min_rows: modules with fewer rows stay.
-        names: modules to convert, as ``model.named_modules()`` names them; default: all with ``min_rows`` rows.
+        names: modules to convert, as ``model.named_modules()`` names them, or a dict from these to the names of their
+            tables; default: all with ``min_rows`` rows.
         prefix: of the tables' names, so that a second model has tables of its own.
         optimizer: the update rule of each table. A ``tierstore.optim.Optimizer`` for all; or a dict of those by module
             name; or the ``torch.optim.Optimizer`` of the weights: SGD without momentum, Adagrad, Adam, AdamW or
@@ -194,7 +195,9 @@ def convert(
     if not isinstance(store, Store):
         raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
     require_int(min_rows, "min_rows", 0, MAX_ROWS)
-    moves = _moves(model, _chosen(model, min_rows, names), store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
+    chosen = list(_chosen(model, min_rows, names))
+    tables = _tables(model, chosen, names if isinstance(names, Mapping) else {})
+    moves = _moves(model, chosen, tables, store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
     made: list[tuple[Embedding, Any]] = []
     for move in moves:
         table, trained = store.create_table(move.config), move.trained
@@ -284,6 +287,13 @@ def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> I
             yield name, module
 
 
+def _tables(model: nn.Module, chosen: Iterable[tuple[str, Embedding]], names: Mapping[str, str]) -> dict[int, str]:
+    """The names given to tables, by the ``id`` of their weights."""
+    plain = plain_names(model) if names else {}
+    given = {plain.get(name, name): table for name, table in names.items()}
+    return {id(module.weight): given[name] for name, module in chosen if name in given}
+
+
 def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tuple[list[Weight], dict[str, str]]:
     """Those of the modules given by name; and by the name of a module, why its weight cannot be a table."""
     found, refused = dict[int, Weight](), dict[str, str]()
@@ -343,8 +353,8 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _moves(
-    model: nn.Module, chosen: Iterable[tuple[str, Embedding]], store: Store, optimizer: Rules | None,
-    init: Initializer, prefix: str, *, copy: bool,
+    model: nn.Module, chosen: Iterable[tuple[str, Embedding]], tables: Mapping[int, str], store: Store,
+    optimizer: Rules | None, init: Initializer, prefix: str, *, copy: bool,
 ) -> list[_Move]:  # fmt: skip
     """The table of each weight. ValueError, TableError if one cannot be; nothing was changed."""
     weights, refused = weights_of(model, chosen)
@@ -357,7 +367,10 @@ def _moves(
         except ValueError as error:
             refused[each.name] = str(error)
             continue
-        name, (rows, dim) = prefix + each.name, each.weight.shape
+        name, (rows, dim) = f"{prefix}{tables.get(id(each.weight), each.name)}", each.weight.shape
+        if any(move.config.name == name for move in moves):
+            refused[each.name] = f"names= gives its table the name {name!r}, which another table has: give it another"
+            continue
         known = store[name].config if name in store else None
         is_asked = trained.rule is not None or (copy and not each.weight.is_meta)
         shape: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "pooling": each.mode}

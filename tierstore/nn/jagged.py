@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config import require_names
+from ..layout import MAX_ROWS
 from ..store.arguments import require_ids, require_tensor
+from ..system.checks import require_int
+from ..system.terminal import html_table
 
 
 class JaggedLike(Protocol):
@@ -94,6 +97,16 @@ class JaggedTensor:
         out[is_there] = self._values[sources[is_there]]
         return out
 
+    def last(self, count: int) -> Self:
+        """The last ``count`` values of each list, and their weights. ValueError: not 1 or more."""
+        lengths, made = self.lengths(), copy.copy(self)
+        to_end = torch.repeat_interleave(self._offsets[1:], lengths) - torch.arange(len(self._values)).to(lengths)
+        is_kept = (to_end <= require_int(count, "count", 1, MAX_ROWS)).to(self._values.device)
+        made._values, made._lengths = self._values[is_kept], lengths.clamp(max=count)
+        made._weights = None if self._weights is None else self._weights[is_kept]
+        made._offsets = _offsets_of(made._lengths)
+        return made
+
     def device(self) -> torch.device:
         """Where the values are."""
         return self._values.device
@@ -131,7 +144,7 @@ class KeyedJaggedTensor(JaggedTensor):
         values: int64 or int32 [N]; key-major: all ids of feature 0, sample by sample, then of feature 1, ...
         weights: float32 [N], one an id.
         lengths: integer [F * B] or [F, B], length of each bag, key-major. Give this or ``offsets``.
-        offsets: integer [F * B + 1], from 0 to N.
+        offsets: integer [F * B + 1], from 0 to N; or, with ``stride``, [F * B] without the end.
         stride: B, which is counted otherwise; without keys it is 0.
 
     Raises:
@@ -142,12 +155,17 @@ class KeyedJaggedTensor(JaggedTensor):
         self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None, stride: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, weights, lengths, offsets)
         require_names(keys, "keys")
+        if isinstance(offsets, Tensor) and stride is not None and len(offsets) == stride * len(keys):
+            offsets = torch.cat([offsets, offsets.new_full((1,), len(values))])
+        super().__init__(values, weights, lengths, offsets)
         bags = len(self._offsets) - 1
         self._keys, self._stride = list(keys), bags // max(len(keys), 1) if stride is None else stride
         if bags < 0 or bags != self._stride * len(keys):
-            raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample")
+            raise ValueError(
+                f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample. Offsets are [F * B "
+                "+ 1], with the end, or with stride=B also [F * B]"
+            )
 
     @classmethod
     def from_lengths_sync(
@@ -271,3 +289,6 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         return f"KeyedTensor(keys={self._keys}, length_per_key={self._dims}, samples={len(self._values)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(("feature", *self._keys), ("columns", *self._dims), ("samples", len(self._values)))

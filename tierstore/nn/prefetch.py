@@ -137,7 +137,8 @@ class _End(contextlib.ExitStack):
 class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
     """What ``prefetch`` gives: a generator of batches that also knows where the source was."""
 
-    def __init__(self, begin: Callable[[_End], Generator[tuple[Batch, Any], None, None]]) -> None:
+    def __init__(self, batches: Any, begin: Callable[[_End], Generator[tuple[Batch, Any], None, None]]) -> None:
+        self._batches = batches
         self._end = _End()
         self._items: Any = begin(self._end)
         self._position: Any = None
@@ -158,6 +159,13 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
                 self._end.close()
             raise
         return batch
+
+    def __len__(self) -> int:
+        """How many batches the whole source has. TypeError: it does not say."""
+        return len(self._batches)
+
+    def __bool__(self) -> bool:
+        return True
 
     def close(self) -> None:
         if self._items.gi_running:  # CPython 3.11 looks into the frame before it says so, and may end the process
@@ -221,8 +229,8 @@ def prefetch(
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     if depth == 0:
-        return Prefetched(partial(_plain, batches, one))
-    return Prefetched(partial(_pipeline, batches, one, depth, get_features, tuner))
+        return Prefetched(batches, partial(_plain, batches, one))
+    return Prefetched(batches, partial(_pipeline, batches, one, depth, get_features, tuner))
 
 
 def _plain(batches: Iterable[Any], module: Modules, end: _End) -> Generator[Any, None, None]:

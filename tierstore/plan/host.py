@@ -43,6 +43,12 @@ TRAINING_FLOPS: Final = 3
 work of a dense model is counted so too."""
 AHEAD_BATCHES, HANDED_OVER_BATCHES = 7, 5
 """Times ``batch_us``: fetching a batch ahead, and taking it over; 5.6 to 7 and 4 to 6 in measured runs."""
+REQUEST_BATCHES, SERVED_BATCHES = 4, 7
+"""Times ``batch_us``: a query's own request over REST, in binary, and a batch of queries that a model answers; of a
+DLRM of 26 tables on a server under load."""
+PROCESS_BYTES, PARENT_BYTES, LIBRARY_BYTES = 250 << 20, 180 << 20, 500 << 20
+"""Memory of a process that trains or serves, without its rows, their map and the dense weights; of the parent of
+several workers; and of the libraries' files, which all of them share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +116,7 @@ class SoftwareCosts(Checked):
     docs/planning/model.md says how a step adds it up."""
 
     batch_us: float = option(
-        0.0, "a batch or a query, whatever its ids; a step takes three times this, one fetched ahead twelve more", low=0
+        0.0, "a lookup of a batch, whatever its ids; steps, queries and requests take several times this", low=0
     )
     id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
     byte_ns: float = option(0.0, "a byte of a row or a bag in memory", low=0)
@@ -173,7 +179,6 @@ class Host(Checked):
 class Pricing(Checked):
     """Assumptions of money and time."""
 
-    GONE = dict.fromkeys(("hours_a_day", "warranty_years"), "leave it out: 24 hours a day, 5 years")
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
     pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
     years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)

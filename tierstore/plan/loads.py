@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 
 from ..kernels.threads import MIN_WORK
 from .demand import PoolLoad, segment_bytes
-from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS, Setup
+from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, REQUEST_BATCHES, SERVED_BATCHES, TRAINING_FLOPS, Setup
+from .workload import Workload
 
-SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
+SERIAL: Final = ("requests", "batch", "lookups", "hbm", "model", "network", "wait for a core")
 AHEAD: Final = ("id exchange", "cold rows", "write-back", "wait ahead")
 LINKS: Final = ("pcie",)
 DRIVES: Final = ("ssd reads", "ssd writes")
@@ -21,6 +22,7 @@ SHARED: Final = ("cores", "ddr")
 WAITS: Final = ("wait for a core", "wait ahead")
 
 _IN_WORDS: Final = {
+    "requests": "HTTP and protocol",
     "batch": "fixed work of a batch",
     "lookups": "work on cached rows",
     "hbm": "HBM bandwidth",
@@ -45,6 +47,7 @@ _MOVED_AS: Final = 3
 """Rows appended: one that cleaning moves is read and checked, too; measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
 _WAKES: Final = 1.7  # times that lookups, or updates, of a pool wake other threads; a product is started, too
 _FLOPS_PER_WEIGHT: Final = 2  # of a dense layer, forward, a sample
+_CACHED_BYTES: Final = 4 << 20  # of a core's part of its processor's caches
 
 
 class ResourceLoad(NamedTuple):
@@ -87,10 +90,11 @@ def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Itera
     """What is done for the batch that is computed. Lookups are pooling, and in training backward and optimizer, by the
     main thread and those it has. On a GPU rows are read to be pooled, each id's; distinct ones are read and written
     again; and the dense part is computed there."""
-    workload, host, costs = setup.workload, setup.host, setup.host.costs
-    steps = TRAINING_FLOPS if workload.is_training else 1
+    workload, costs = setup.workload, setup.host.costs
+    steps, batches, requests = (TRAINING_FLOPS, 3, 0) if workload.is_training else (1, SERVED_BATCHES, 1)
+    yield ResourceLoad("requests", 1e-6 * requests * REQUEST_BATCHES * costs.batch_us, requests, "requests")
     # Of ranks a step is in what was measured, but for taking over what was prefetched.
-    times = (0 if setup.rank_costs else steps) + (HANDED_OVER_BATCHES if is_ahead else 0)
+    times = (0 if setup.rank_costs else batches) + (HANDED_OVER_BATCHES if is_ahead else 0)
     yield ResourceLoad("batch", 1e-6 * times * costs.batch_us, 1.0, "batches")
     nanoseconds, in_hbm = 0.0, bool(setup.hbm_bytes)
     for amounts in (each for pool in pools for each in _amounts(setup, pool)):
@@ -106,7 +110,7 @@ def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Itera
         yield ResourceLoad("model", flops / setup.gpu.flops, flops, "flops")
     else:
         yield ResourceLoad("hbm", 0.0, 0.0, "bytes")
-        yield ResourceLoad("model", flops / host.processor.flops + 1e-9 * sum(_dense_ns(setup)), flops, "flops")
+        yield ResourceLoad("model", sum(dense_s(setup)), flops, "flops")
     yield _network(setup, pools)
 
 
@@ -130,22 +134,40 @@ def _sharing(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[int, float]:
     return threads, 1e-6 * _WAKES * setup.host.costs.wake_us * passes * len(pools)
 
 
-def _dense_ns(setup: Setup) -> tuple[float, float]:
-    workload, host = setup.workload, setup.host
-    samples, cores = workload.batch_samples / setup.hosts, host.processor.cores
-    return host.costs.dense_ns(workload.dense, samples=samples, threads=cores, is_training=workload.is_training)
+def dense_s(setup: Setup) -> tuple[float, float, float]:
+    """Seconds of a dense part on the cores: of starting its products; of reading the weights that caches do not hold,
+    with its cores' share of the bandwidth; of its samples. The first two are of a batch, whatever its samples."""
+    workload, host, threads = setup.workload, setup.host, _dense_threads(setup)
+    part, is_training = threads / host.processor.cores, workload.is_training
+    samples = workload.batch_samples / setup.hosts
+    starts, values = host.costs.dense_ns(workload.dense, samples=samples, threads=threads, is_training=is_training)
+    flops = samples * workload.dense_flops * (TRAINING_FLOPS if is_training else 1)
+    read = 0.0 if is_training else max(0.0, weight_bytes(workload) - threads * _CACHED_BYTES)
+    read_s = read / host.ddr.bytes_per_s / part if read else 0.0
+    return 1e-9 * starts, read_s, 1e-9 * values + flops / host.processor.flops / part
+
+
+def _dense_threads(setup: Setup) -> int:
+    """In training all cores; a worker that serves has threads of its own."""
+    cores = setup.host.processor.cores
+    return cores if setup.workload.is_training else min(cores, setup.threads)
+
+
+def weight_bytes(workload: Workload) -> float:
+    """Of the dense part, estimated."""
+    return workload.dense_flops / _FLOPS_PER_WEIGHT * _FLOAT_BYTES
 
 
 def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """Of a host that trains among others, while it computes: each distinct row of its batch once, its gradient back,
     and the dense weights' in a ring."""
-    hosts, flops = setup.hosts, setup.workload.dense_flops
+    hosts, weights = setup.hosts, weight_bytes(setup.workload)
     if hosts == 1:
         return ResourceLoad("network", 0.0, 0.0, "bytes")
     values = _sum(pools, lambda pool: pool.sent_rows * pool.layout.dim * _FLOAT_BYTES)
     others = (hosts - 1) / hosts
-    sent = others * 2 * values + 2 * others * (flops / _FLOPS_PER_WEIGHT) * _FLOAT_BYTES
-    return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if flops else 0))
+    sent = others * 2 * (values + weights)
+    return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if weights else 0))
 
 
 def _sent(setup: Setup, name: str, sent_bytes: float, exchanges: int) -> ResourceLoad:
@@ -224,12 +246,12 @@ def _cores(
     setup: Setup, pools: Sequence[PoolLoad], seconds: Mapping[str, float], is_ahead: bool
 ) -> tuple[ResourceLoad, ...]:
     """The work of all threads, over the cores, and how long threads wait for one: as long as an equal share of the
-    others' work takes. A dense part on the cores takes all of them, but for starting its products."""
+    others' work takes. A dense part on the cores takes all that it may, but for starting its products."""
     cores, (threads, sharing_s) = setup.host.processor.cores, _sharing(setup, pools)
-    computing = seconds["batch"] + (seconds["lookups"] - sharing_s) * threads + sharing_s
+    computing = seconds["requests"] + seconds["batch"] + (seconds["lookups"] - sharing_s) * threads + sharing_s
     if not setup.hbm_bytes:
-        starts = 1e-9 * _dense_ns(setup)[0]
-        computing += starts + (seconds["model"] - starts) * cores
+        starts = dense_s(setup)[0]
+        computing += starts + (seconds["model"] - starts) * _dense_threads(setup)
     ahead = seconds["cold rows"] + seconds["write-back"]
     waiting, waiting_ahead = (ahead / cores, computing / cores) if is_ahead else (0.0, 0.0)
     return (

@@ -31,8 +31,8 @@ from torch.utils.benchmark import Timer, set_torch_threads
 from .. import optim
 from ..config import TableConfig
 from ..dist.placement.costs import solve_nonnegative
-from ..io.btree import parse_meta
 from ..io.files import ROW_FILE_NAME
+from ..io.meta import parse_meta
 from ..io.superblock import read_metas
 from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import FIRST_USE, kernel

@@ -19,19 +19,22 @@ from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
+from ..layout import RowLayout
 from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, segment_bytes
-from .host import Price, Pricing, Setup, drive_writes_a_day, price_of, times
+from .host import LIBRARY_BYTES, PARENT_BYTES, PROCESS_BYTES, Price, Pricing, Setup, drive_writes_a_day, price_of, times
 from .loads import (
     DRIVES,
     SHARED,
     Lane,
     ResourceLoad,
     bottleneck_of,
+    dense_s,
     lanes_of,
     loads_of,
     read_latency_s,
+    weight_bytes,
     written_bytes,
 )
 
@@ -85,7 +88,7 @@ class Prediction:
 
     setup: Setup
     step_s: float  # of training, or a query served alone
-    samples_per_s: float  # of all hosts
+    samples_per_s: float  # of all hosts; of serving while queries wait, so that batches are full
     tiers: tuple[TierLoad, ...]
     loads: tuple[ResourceLoad, ...]
     lanes: tuple[Lane, ...]  # the longest first; a step takes as long as that
@@ -101,7 +104,6 @@ def predict(
     setup: Setup,
     demand: Demand,
     *,
-    query_sizes: Sequence[float] | None = None,
     queries_per_s: float | None = None,
     pricing: Pricing | None = None,
 ) -> Prediction:
@@ -110,7 +112,6 @@ def predict(
 
     Args:
         demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
-        query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
         queries_per_s: of serving, to all replicas: for the latency.
     """
     if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
@@ -133,15 +134,20 @@ def predict(
     if not is_training:
         # A query keeps its worker busy while all workers are, and wait for drives and cores that they share.
         shared = (sum(seconds[name] for name in DRIVES), *(seconds[name] for name in SHARED))
-        busy_s, fixed = max(step_s, setup.workers * max(shared)), seconds["batch"] + read_latency_s(setup, pools)
+        busy_s = max(step_s, setup.workers * max(shared))
+        fixed = seconds["batch"] + sum(dense_s(setup)[:2]) + read_latency_s(setup, pools)
         queue = Queue(
             base_s=fixed,
             sample_s=(busy_s - fixed) / samples,
-            sizes=tuple(query_sizes) if query_sizes is not None else (float(samples),),
+            sizes=(float(samples),),
             executors=setup.workers,
             batch_samples=float(setup.batch_samples_max),
         )
-        batches_per_s = setup.replicas * setup.workers / busy_s
+        batches_per_s = setup.replicas * queue.rate_max
+        # Queries that wait share what a batch takes whatever its samples.
+        saved = 1 - 1 / _queries_a_batch(queue.sizes, queue.batch_samples)
+        for name, shared_s in (("batch", seconds["batch"]), ("model", sum(dense_s(setup)[:2]))):
+            seconds[name] -= saved * shared_s
         if queries_per_s is not None:
             latency = latency_at(queue, queries_per_s / setup.replicas)._replace(queries_per_s=queries_per_s)
     prices = pricing or Pricing()
@@ -181,24 +187,34 @@ def misfit(setup: Setup, demand: Demand) -> str:
             return f"rows in device memory (setup.hbm): {reason}; or leave it out"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
-    rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
-    versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1  # both of all rows may be there, with their slack
-    wide, maps, stored, kinds = 0, 0, 0.0, [(layout, -(-count // setup.hosts)) for layout, count in rows if count]
-    for layout, count in kinds:
-        segments = versions * count / layout.rows_per_segment
-        wide = max(wide, place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize)
-        maps += SEGMENT_BYTES * math.ceil(segments)
-        stored += FILE_SHARE * segments * segment_bytes(layout)
-    maps += sum(wide * count for _, count in kinds)  # of the map, a row takes as many bytes as its widest place
-    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
+    memory = setup.ddr_bytes + setup.page_cache_bytes + processes_bytes(setup, demand)
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
+    stored = sum(FILE_SHARE * segments * segment_bytes(layout) for layout, _, segments in _segments(setup, demand))
     capacity = sum(drive.capacity_bytes for drive in host.storage)
     if stored > capacity:
         return _too_little("SSD", stored, capacity)
     if any(not drive.capacity_bytes for drive in host.storage):
         return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
     return ""
+
+
+def _segments(setup: Setup, demand: Demand) -> list[tuple[RowLayout, int, float]]:
+    """Rows that a host has of each layout, and segments of them: in training of two versions, each with its slack."""
+    rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
+    versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1
+    kinds = [(layout, -(-count // setup.hosts)) for layout, count in rows if count]
+    return [(layout, count, versions * count / layout.rows_per_segment) for layout, count in kinds]
+
+
+def processes_bytes(setup: Setup, demand: Demand) -> float:
+    """Memory of a host's processes beside cached rows: the libraries; in each process itself, the dense weights, and
+    the map of all rows, in which each takes as many bytes as the widest place; and the parent of several workers."""
+    kinds = _segments(setup, demand)
+    wide = max(place_type(geometry(layout, 0), [math.ceil(each)], NARROW).itemsize for layout, _, each in kinds)
+    maps = sum(wide * count + SEGMENT_BYTES * math.ceil(segments) for _, count, segments in kinds)
+    processes = setup.workers * (PROCESS_BYTES + weight_bytes(setup.workload) + maps)
+    return LIBRARY_BYTES + processes + (PARENT_BYTES if setup.workers > 1 else 0)
 
 
 def _too_little(what: str, wanted: float, found: float) -> str:
@@ -233,11 +249,12 @@ class Marginal(NamedTuple):
 
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     """Of a tenth more of each resource, and of a core more, all else staying; the best first. More memory is used, by
-    rows or as page cache. Raises: as ``predict``."""
+    rows or as page cache, and so are more cores of serving, by another worker. Raises: as ``predict``."""
     before = predict(setup, demand).samples_per_s
     found = []
     for resource, changed in _changes(setup):
-        more = predict(changed, demand).samples_per_s - before
+        added = changed.host.processor.cores - setup.host.processor.cores
+        more = (predict(changed, demand).samples_per_s - before) / max(1, added)
         found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
     return tuple(sorted(found, key=lambda each: -each.samples_per_s))
 
@@ -265,10 +282,13 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "HBM bandwidth", more(f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s")
         yield "PCIe", more("host.accelerators.pcie.bytes_per_s")
     yield "flops", more("host.accelerators.flops" if setup.hbm_bytes else "host.processor.flops")
-    # A core, with its share of the flops; lookups use it if they used all there were.
-    cores = processor.cores
-    grown = replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
-    yield "cores", replace(setup, host=replace(host, processor=grown), threads=setup.threads + (setup.threads >= cores))
+    # A core, with its share of the flops; lookups use it if they used all there were. A worker takes cores of its own.
+    cores, is_training = processor.cores, setup.workload.is_training
+    added = 1 if is_training else setup.threads
+    grown = replace(processor, cores=cores + added, flops=processor.flops * (cores + added) / cores)
+    larger = replace(times(host, 2, "ddr.capacity_bytes"), processor=grown)
+    threads = setup.threads + (is_training and setup.threads >= cores)
+    yield "cores", replace(setup, host=larger, threads=threads, workers=setup.workers + (not is_training))
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -23,6 +23,8 @@ from ..system.sizes import format_size, parse_size
 from .curves import MissRatioCurve, curve
 from .demand import Demand, pool_loads
 from .host import (
+    REQUEST_BATCHES,
+    SERVED_BATCHES,
     Choices,
     Host,
     Pricing,
@@ -34,9 +36,9 @@ from .host import (
     years_of_life,
 )
 from .model import Marginal, Prediction, marginal_values, predict, why_no_gpu
-from .search import Attempt, SearchResult, SearchSpace, Target, lacks, search
+from .search import Attempt, SearchSpace, Target, lacks, search
 from .traces import Accesses, read_accesses
-from .workload import Workload, WorkloadSection, assumptions, workload_of
+from .workload import OF_RUNS, Assumption, Workload, WorkloadSection, assumptions, workload_of
 
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
 _FULL: Final = 0.9  # of a memory: more, and the system has little left
@@ -55,12 +57,11 @@ class TraceSection(Checked):
 class HostSection(Checked):
     """[host]: the machine."""
 
-    GONE = dict.fromkeys(
-        ("ssds", "accelerators", "memory"), "change the counts in a host file: tierstore plan hosts NAME > mine.json"
-    )
-    name: str = option("", "one of tierstore plan hosts")
+    name: str = option("", 'one of tierstore plan hosts; "": a search looks at all of them')
     file: str = option("", "a host in JSON, as tierstore plan measure writes one")
-    others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
+    others: tuple[str, ...] = option(
+        (), "names or files of hosts that the search compares with it, or with all examples"
+    )
 
     def __post_init__(self) -> None:
         if self.name and self.file:
@@ -71,7 +72,6 @@ class HostSection(Checked):
 class SetupSection(Choices):
     """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
 
-    GONE = dict.fromkeys(("wire", "rows_per_read"), "leave it out: plans are of fp32, and of a row a read")
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
     hbm: int | str = option(
         "", 'memory for rows, of the GPU that trains; written as ddr is; "": none, or what the search finds'
@@ -90,18 +90,6 @@ class SetupSection(Choices):
     rank_costs: str = option(
         "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("ddr", "hbm", "page_cache"):
-            value = getattr(self, key)
-            try:
-                parse_size(value or 0, name=key, memory_bytes=0)
-            except ValueError:
-                raise ConfigError(
-                    f'setup.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host '
-                    'has or "5% of tables"'
-                ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +113,27 @@ class PlanFile:
 parse_override = functools.partial(sections.parse_override, example="setup.ddr=64GiB")
 
 
-def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
-    """As of ``sections.load_sections``."""
+def load(path: str | Path | None, overrides: Iterable[Override] = ()) -> PlanFile:
+    """As of ``sections.load_sections``; without a path of what the overrides say."""
+    if path is not None and OF_RUNS & set(sections.read_toml(Path(path), "plan file")):
+        raise ConfigError(
+            f"{path} is a run file of tierstore train; tierstore plan --set workload.file={path} --samples 50000 plans "
+            "for what it trains"
+        )
     return sections.load_sections(PlanFile, path, overrides, what="plan file")
 
 
-def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
-    """The host, and those that the search compares it with. ValueError: there is none."""
+def hosts_of(asked: PlanFile, *, is_training: bool) -> tuple[Host, ...]:
+    """The host, or all examples that may be of use, and those that the search compares with it. ValueError: one setup
+    has no host."""
     section = asked.host
-    if not section.name and not section.file:
+    if section.name or section.file:
+        own = [load_host(section.name or Path(section.file))]
+    elif asked.is_fixed:
         raise ConfigError(f"host.name = '': give one of {', '.join(example_hosts())}; or host.file")
-    return load_host(section.name or Path(section.file)), *map(load_host, section.others)
+    else:
+        own = [host for host in example_hosts().values() if is_training or not host.accelerators]
+    return *own, *map(load_host, section.others)
 
 
 def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
@@ -173,41 +171,47 @@ class ShownCurve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """The answer to a plan file."""
+    """The answer to a plan file. ``missed``: why it is none, with what is nearest; then that is what all else is of."""
 
-    assumptions: tuple[str, ...] = ()  # what nobody said, each with the value that was taken
+    assumptions: tuple[Assumption, ...] = ()  # what nobody said, each with the value that was taken
     asked: PlanFile
-    prediction: Prediction
+    attempts: tuple[Attempt, ...]  # the answer, and of other hosts what is cheapest, or nearest
+    missed: str = ""
     hosts: tuple[str, ...]  # names of those that were asked about
     # The cheapest that has every row in DDR or HBM and meets the target, or why there is none; None where the setup is
     # given, or rows are in memory by the file's wish.
-    in_memory: Prediction | str | None = None
+    in_memory: Attempt | None = None
     curves: tuple[ShownCurve, ...] = ()  # of the pools that the prediction is made of
     marginals: tuple[Marginal, ...] = ()
-    alternatives: tuple[Attempt, ...] = ()  # the next best first, then those that fail
-    marks: tuple[str, ...] = ()  # clauses that belong to the answer: what wears out
     warnings: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Of the answer; None if it is none that fits its host."""
+        return self.attempts[0].prediction
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is unbounded is None. Setups that were not chosen are a line each."""
         found: dict[str, Any] = plain(self)
-        for own, each in zip(found["alternatives"], self.alternatives, strict=True):
+        for own, each in zip(found["attempts"], self.attempts, strict=True):
             own["setup"] = describe_setup(each.setup)
-        return found
+        return found | {"prediction": found["attempts"][0]["prediction"]}
 
 
-def plan(asked: PlanFile) -> PlanResult:
-    """Predict the setup that the file gives, or find the cheapest that meets its target; and show what it hangs on.
-    Deterministic. ValueError: something that the file names is not there or cannot be, or no setup meets the target;
-    says what is wrong and what is nearest."""
-    workload, hosts, target = workload_of(asked.workload), hosts_of(asked), asked.target
-    accesses = read_accesses(asked.trace.path) if asked.trace.path else None
+def plan(asked: PlanFile, *, progress: Callable[[int, int], None] | None = None) -> PlanResult:
+    """Predict the setup that the file gives, or find the cheapest of each host that meets its target; and show what it
+    hangs on. Deterministic. ``progress``: called with the hosts that are done, and all. ValueError: something that the
+    file names is not there or cannot be; says what is wrong and what to do."""
+    target = asked.target
+    workload = workload_of(asked.workload, is_training=target.samples_per_s > 0)
+    hosts = hosts_of(asked, is_training=workload.is_training)
     if target.queries_per_s and workload.is_training:
         raise ConfigError(
             f"target.queries_per_s = {target.queries_per_s:g}: the workload trains, with {workload.optimizer}; set "
             'workload.optimizer = "none" to plan serving, or ask for samples_per_s'
         )
+    accesses = _accesses(asked.trace.path)
     if accesses is None:
         demand = Demand.analytic(workload, asked.setup.policy)
     else:  # it says what tables were assumed to do
@@ -215,66 +219,72 @@ def plan(asked: PlanFile) -> PlanResult:
         depth = asked.setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
         make_curve = functools.partial(curve, prefetch_depth=depth)
         demand = Demand.from_accesses(workload, accesses, asked.setup.policy, make_curve=make_curve)
-    in_memory: Prediction | str | None = None
+    result = PlanResult(
+        asked=asked,
+        hosts=tuple(host.name for host in hosts),
+        assumptions=(*assumptions(workload), *_assumed_of_hosts(asked, hosts[0], workload)),
+        sources=tuple(_sources(asked, accesses)),
+        **_attempts(asked, workload, demand, hosts, progress),
+    )
+    return result if result.prediction is None else _shown(result, result.prediction, demand)
+
+
+def _accesses(path: str) -> Accesses | None:
+    try:
+        return read_accesses(path) if path else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"trace.path = {excerpt(path)}: {error}; or leave trace.path out") from None
+
+
+def _attempts(
+    asked: PlanFile, workload: Workload, demand: Demand, hosts: tuple[Host, ...],
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fields of the result: what was predicted or found."""
     if asked.is_fixed:
-        given, rate = setup_of(asked, workload, hosts[0]), target.queries_per_s or None
-        best = predict(given, demand, queries_per_s=rate, pricing=asked.pricing)
-        found = SearchResult(best, (), ())
-    else:
-        found = _searched(asked, workload, demand, hosts, in_memory=asked.search.in_memory)
-        if not asked.search.in_memory:
-            try:
-                in_memory = _searched(asked, workload, demand, hosts, in_memory=True).best
-            except ValueError as error:
-                in_memory = str(error)
-    best, setup = found.best, found.best.setup
+        given, rate = setup_of(asked, workload, hosts[0]), asked.target.queries_per_s or None
+        return {"attempts": (Attempt(given, predict(given, demand, queries_per_s=rate, pricing=asked.pricing)),)}
+    counts = (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
+    space = replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=counts)
+    look = functools.partial(search, workload, demand, hosts, asked.target, pricing=asked.pricing)
+    found = look(space=space, progress=progress)
+    in_memory = None if space.in_memory else look(space=replace(space, in_memory=True)).attempts[0]
+    return {"attempts": found.attempts, "missed": found.missed, "in_memory": in_memory}
+
+
+def _shown(result: PlanResult, best: Prediction, demand: Demand) -> PlanResult:
+    """With what supports the prediction."""
+    setup, shown = best.setup, []
     demand = demand.laid_out(setup.workload)
-    shown, marks, written = list[ShownCurve](), tuple[str, ...](), best.drive_writes_a_day
     for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
         others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
         held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
         shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
-    if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
-        months = 12 * years_of_life(setup.host, written)
-        last = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
-        marks = (last,)
-    return PlanResult(
-        assumptions=tuple(assumptions(workload)),
-        asked=asked,
-        prediction=best,
-        hosts=tuple(host.name for host in hosts),
-        in_memory=in_memory,
+    return replace(
+        result,
         curves=tuple(shown),
         marginals=marginal_values(setup, demand),
-        alternatives=(*(Attempt(each.setup, each) for each in found.runners_up), *found.failures),
-        marks=marks,
-        warnings=tuple(dict.fromkeys(_warnings(asked, best, demand))),
-        sources=tuple(_sources(asked, setup, accesses)),
+        warnings=tuple(dict.fromkeys(_warnings(result.asked, best, demand))),
+        sources=(*result.sources, f"host: {setup.host.source or setup.host.name}"),
     )
 
 
-def _searched(
-    asked: PlanFile, workload: Workload, demand: Demand, hosts: tuple[Host, ...], *, in_memory: bool
-) -> SearchResult:
-    """The cheapest that meets the target. ValueError: there is none; says what is nearest, and what was assumed."""
-    space = replace(
-        asked.search,
-        dtypes=asked.search.dtypes or (workload.dtype,),
-        hosts=(asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts,
-        in_memory=in_memory,
-    )
-    try:
-        return search(workload, demand, hosts, asked.target, space=space, pricing=asked.pricing)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        assumed = f"; assumed: {'; '.join(assumptions(workload))}" if workload.assumed else ""
-        raise ValueError(f"{error}{assumed}") from None
+def _assumed_of_hosts(asked: PlanFile, host: Host, workload: Workload) -> Iterator[Assumption]:
+    terms = asked.pricing
+    if not asked.host.file:
+        yield Assumption("host.file", "hosts: prices of 2024, makers' figures, costs of an EPYC's core")
+    if not workload.is_training:
+        request_us, batch_us = (times * host.costs.batch_us for times in (REQUEST_BATCHES, SERVED_BATCHES))
+        text = f"costs.batch_us: {request_us:,.0f} µs of a core for a request, {batch_us:,.0f} for a batch"
+        yield Assumption("host.file", text)
+    yield Assumption("pricing.years", f"hosts are bought over {terms.years:g} years")
+    yield Assumption("pricing.usd_per_kwh", f"power: ${terms.usd_per_kwh:g} a kWh")
+    yield Assumption("pricing.pue", f"power of the building: {terms.pue:g} W for each of a host")
 
 
 def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterator[str]:
     setup = prediction.setup
-    for lack in lacks(asked.target, prediction):
+    for lack in lacks(asked.target, prediction) if asked.is_fixed else ():
         yield f"the target is missed: {lack.text}"
     memory, used = setup.host.ddr.capacity_bytes, setup.ddr_bytes + setup.page_cache_bytes
     if used > _FULL * memory:
@@ -291,6 +301,9 @@ def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterat
     if setup.host.accelerators and not setup.hbm_bytes:
         train = "" if why_no_gpu(setup) else "set setup.hbm to train on one, or "
         yield f"the host's GPUs are not used: {train}give a host file without them"
+    if setup.host.storage and (written := prediction.drive_writes_a_day) > first_worn(setup.host).drive_writes_a_day:
+        rated, months = first_worn(setup.host).drive_writes_a_day, 12 * years_of_life(setup.host, written)
+        yield f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
     if prediction.price.usd == 0:
         yield "no part has a price, so nothing is said of money"
     yield from (pool.curve.warning for pool in demand.pools if pool.curve.warning)
@@ -299,14 +312,11 @@ def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterat
             yield f"the search does not heed setup.{name}; give setup.ddr too to predict one setup"
 
 
-def _sources(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> Iterator[str]:
-    policy = resolve_policy(setup.policy)
+def _sources(asked: PlanFile, accesses: Accesses | None) -> Iterator[str]:
+    policy = resolve_policy(asked.setup.policy)
     if accesses is None:
-        exponents = sorted({table.exponent for table in setup.workload.tables})
-        span = f"{exponents[0]:g}" if len(exponents) == 1 else f"{exponents[0]:g} to {exponents[-1]:g}"
-        yield f"accesses: Zipf's law of exponent {span}, ids drawn independently; a trace of yours says more"
-        if policy != "lru":
-            yield f"{policy} without a trace: as if memory held the rows that are used most"
+        held = "" if policy == "lru" else f"; {policy} as if memory held the rows that are used most"
+        yield f"accesses: Zipf's law, ids drawn independently{held}; a trace of yours says more"
     else:
         sampled = accesses.sampling_rate
         sample = "" if sampled == 1 else f", curves by a sample of {100 * sampled:g} % of the rows"
@@ -317,7 +327,6 @@ def _sources(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> Iterat
         )
         if accesses.all_batches < _LONG_TRACE:
             yield f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
-    yield f"host: {setup.host.source or setup.host.name}"
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,8 @@ _MAX_NAME: Final = 60
 _RULE: Final = "Lines work side by side, indented parts one after another: the longest line is the time."
 _NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
 _POINTS: Final = 120
+BRIEF: Final = ("Answer", "Warnings", "Asked", "Machines", "Assumed")
+"""Sections without details."""
 _ROWS: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
 _LEAST: Final = 1000  # of rows in what they are counted in
 
@@ -75,33 +77,33 @@ def named(text: str) -> str:
 
 
 def sections_of(result: PlanResult) -> list[Section]:
-    prediction = result.prediction
-    step, terms = "step" if prediction.setup.workload.is_training else "query", result.asked.pricing
-    workload, target = prediction.setup.workload, result.asked.target
+    """Those of ``BRIEF`` first, which are all there is where nothing fits a host."""
+    prediction, workload, target = result.prediction, result.attempts[0].setup.workload, result.asked.target
+    step = "step" if workload.is_training else "query"
     rows = sum(table.num_embeddings for table in workload.tables)
     use = f"training with {workload.optimizer}" if workload.is_training else "serving"
     tables = f"{format_count(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
     asked = [
-        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
-        f"{', '.join(result.hosts)}"
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {format_count(workload.batch_samples, 'sample')} a "
+        f"{step}; on {', '.join(result.hosts)}"
     ]
     if wanted := {key: value for key, value in vars(target).items() if value}:
         asked.append(f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}")
-    money_terms = (
-        f"money: hosts are bought over {terms.years:g} years, with power at ${terms.usd_per_kwh:g} a kWh, "
-        f"{terms.pue:g} W of the building for each of theirs"
-    )
+    answer = result.missed or (_answer(prediction) if prediction is not None else "")
     found = [
-        Section("Answer", [_answer(result)]),
+        Section("Answer", [answer]),
         Section("Warnings", [f"! {text}" for text in result.warnings]),
         Section("Asked", asked),
-        Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
-        Section("Setups compared", *_compared(result), is_text_last=True),
-        Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True),
-        Section("What more of one resource would bring", *_marginals(result)),
-        Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
-        Section("Figures come from", [f"- {text}" for text in result.sources]),
+        Section("Machines", *_machines(result), is_text_last=True),
+        Section("Assumed", [], [("set by --set", ""), *result.assumptions], is_text_last=True),
     ]
+    if prediction is not None:
+        found += [
+            Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True),
+            Section("What more of one resource would bring", *_marginals(result, prediction)),
+            Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
+        ]
+    found.append(Section("Figures come from", [f"- {text}" for text in result.sources]))
     return [
         each._replace(lines=list(map(named, each.lines)), table=[list(map(named, row)) for row in each.table])
         for each in found
@@ -109,9 +111,9 @@ def sections_of(result: PlanResult) -> list[Section]:
     ]
 
 
-def _answer(result: PlanResult) -> str:
+def _answer(found: Prediction) -> str:
     """Samples a second; of serving what its queries wait."""
-    found, price, latency = result.prediction, result.prediction.price, result.prediction.latency
+    price, latency = found.price, found.latency
     if latency is None:
         speed = f"{count(found.samples_per_s)} samples/s, {duration(found.step_s)} a step"
     elif math.isinf(latency.p99_s):
@@ -120,33 +122,35 @@ def _answer(result: PlanResult) -> str:
         waits = f"half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
         speed = f"{count(latency.queries_per_s)} queries/s, {waits}"
     parts = [f"{describe_setup(found.setup)}: {speed}", f"bound by {in_words(found.bottleneck)}"]
-    parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}", *result.marks]
+    parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}"]
     return "; ".join(parts)
 
 
-def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The answer, the next best, those that fail, and the cheapest with every row in memory; and what binds each."""
-    memory, found = result.in_memory, result.prediction
-    others = [
-        (each.setup, each.prediction, f"fails: {each.reason}" * bool(each.reason)) for each in result.alternatives
-    ]
-    if isinstance(memory, Prediction):
-        others.append((memory.setup, memory, "all rows in memory"))
-    speed = "samples/s" if found.latency is None else "99 % within"
-    rows: list[tuple[str, ...]] = [("hosts", "DDR", "for rows", "SSDs", speed, "a month", "power", "bound by")]
-    for setup, other, note in [(found.setup, found, ""), *others]:
-        dtype = "" if setup.workload.dtype == found.setup.workload.dtype else f", {setup.workload.dtype}"
-        parts = (format_size(setup.host.ddr.capacity_bytes), format_size(setup.ddr_bytes), str(len(setup.host.storage)))
-        figures, bound = ("-", "-", "-"), note
-        if other is not None:
-            if other.latency is not None:
-                speed = duration(other.latency.p99_s)
-            else:  # of a server that fails before queries wait, there is no latency
-                speed = count(other.samples_per_s) if found.latency is None else "-"
-            figures = (speed, money(other.price.usd_a_month), watts(other.price.watts))
-            bound = "; ".join(filter(None, (in_words(other.bottleneck), note)))
-        rows.append((f"{setup.num_hosts} x {setup.host.name}{dtype}", *parts, *figures, bound))
-    return [f"all rows in DDR or HBM: {memory}"] if isinstance(memory, str) else [], rows if others else []
+def _machines(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The cheapest of each host, or the nearest, and of all with every row in memory; what binds each, and below what
+    each lacks."""
+    if result.asked.is_fixed:
+        return [], []
+    is_training = result.attempts[0].setup.workload.is_training
+    speed = "samples/s" if is_training else "99 % within"
+    rows: list[tuple[str, ...]] = [("machines", "DDR", "workers", speed, "to buy", "power", "bound by")]
+    lines, memory = [], result.in_memory
+    for each in (*result.attempts, *((memory,) if memory is not None and not memory.reason else ())):
+        setup, found = each.setup, each.prediction
+        name = f"{setup.num_hosts} x {setup.host.name}"
+        name += "" if setup.workload.dtype == result.attempts[0].setup.workload.dtype else f", {setup.workload.dtype}"
+        parts = (format_size(setup.host.ddr.capacity_bytes), str(setup.workers))
+        figures, bound = ("-", "-", "-"), ["does not fit"]
+        if found is not None:
+            price, bound = found.price, [in_words(found.bottleneck)]
+            reached = count(found.samples_per_s) if is_training else "-"  # one that fails before queries wait
+            reached = reached if found.latency is None else duration(found.latency.p99_s)
+            figures = (reached, money(price.usd), watts(price.watts))
+            bound += ["misses"] if each.reason else ["all in memory"] if each is memory else []
+        rows.append((name, *parts, *figures, ", ".join(bound)))
+        lines += [f"! {name}: {each.reason}"] if each.reason else []
+    lines += [f"! all rows in DDR or HBM: {memory.reason}"] if memory is not None and memory.reason else []
+    return lines, rows
 
 
 def _loads(found: Prediction) -> list[tuple[str, ...]]:
@@ -169,9 +173,9 @@ def _loads(found: Prediction) -> list[tuple[str, ...]]:
     return rows
 
 
-def _marginals(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
+def _marginals(result: PlanResult, found: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
     """Those that bring something, the most first; of the others the names."""
-    before, rows, rest = result.prediction.samples_per_s, [], []
+    before, rows, rest = found.samples_per_s, [], []
     for gain in result.marginals:
         more = gain.samples_per_s
         if more <= _NEGLIGIBLE * before:
@@ -201,15 +205,15 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
     return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"], rows
 
 
-def describe(result: PlanResult) -> str:
-    """The answer, and what supports it, as text."""
-    return text_of(sections_of(result))
+def describe(result: PlanResult, *, details: bool = True) -> str:
+    """The answer and what it assumes, as text; with ``details`` also what supports it."""
+    return text_of([each for each in sections_of(result) if details or each.title in BRIEF])
 
 
 def plan_page(result: PlanResult) -> str:
     """The same as a page, with the curves."""
     curves = [section for each in result.curves for section in _picture(each)]
-    title = f"{named(result.prediction.setup.workload.name)}: a plan"
+    title = f"{named(result.attempts[0].setup.workload.name)}: a plan"
     return page_of(title, [*sections_of(result), *curves])
 
 

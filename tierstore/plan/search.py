@@ -1,29 +1,28 @@
 """The cheapest setup of a bounded grid that meets a target."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..cache.ddr import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
 from ..settings.sections import Checked, ConfigError, option
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Host, Pricing, Setup, describe_setup, with_accelerators, with_memory, years_of_life
+from .host import Host, Pricing, Setup, describe_setup, price_of, with_accelerators, with_memory, years_of_life
 from .loads import in_words
-from .model import Latency, Prediction, latency_alone, predict
+from .model import Latency, Prediction, latency_alone, predict, processes_bytes
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12
 _MAX_SETUPS: Final = 100_000
-_SHOWN: Final = 5  # beside the best, and as many that fail
 _OVERLOAD: Final = 1.000001  # a rate that is just what could be answered is too high
 _MEMORY_SHARES: Final = tuple(eighths / 8 for eighths in range(1, 9))
 _ROW_SHARES: Final = (0.5, 0.8)
 _HOSTS: Final = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
-_WORKERS: Final = (1, 2, 4, 8)
+_MOST_REPLICAS: Final = 1024
 _TRAINED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16")
 _SERVED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16", "int8", "int4")
 _USED_SHARE: Final = 0.9  # of memory, for rows and page cache; the rest is the system's
@@ -34,9 +33,6 @@ _HBM_SHARE: Final = 0.8  # of an accelerator's memory, for rows; the rest is the
 class Target(Checked):
     """What is asked, of all hosts; 0: nothing. The cheapest setup that reaches it is looked for."""
 
-    GONE = dict.fromkeys(
-        ("p95_ms", "usd", "usd_a_month", "watts"), "leave it out: the table of setups has price and watts"
-    )
     samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
     queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
     p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
@@ -55,9 +51,6 @@ class SearchSpace(Checked):
     or none, of workers, and of shares of memory for rows. ``search`` without ``dtypes`` looks at all that the work
     allows."""
 
-    GONE = dict.fromkeys(
-        ("row_shares", "drives", "accelerators", "workers", "runners_up"), "leave it out: the search varies it"
-    )
     hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
     memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
     dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")
@@ -83,11 +76,26 @@ class Attempt(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What a search found."""
+    """Of each host the cheapest setup that meets the target, or the nearest to it: in order of price, then of what they
+    lack."""
 
-    best: Prediction  # the cheapest that meets the target
-    runners_up: tuple[Prediction, ...]  # each of other parts, and cheaper, faster or of less power than all before it
-    failures: tuple[Attempt, ...]  # nearest to the target first
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def missed(self) -> str:
+        """What is nearest, and what stops it, if nothing meets the target; else ""."""
+        setup, found, reason = self.attempts[0][:3]
+        stops = "" if found is None else f"; what stops it is: {in_words(found.bottleneck)}"
+        nearest = f"no setup meets the target; the nearest, {describe_setup(setup)}: {reason}{stops}"
+        return nearest if reason else ""
+
+    @property
+    def best(self) -> Prediction:
+        """The cheapest that meets the target. ValueError: there is none; says what is nearest."""
+        found = self.attempts[0].prediction
+        if found is None or self.missed:
+            raise ValueError(self.missed)
+        return found
 
 
 def search(
@@ -98,40 +106,28 @@ def search(
     *,
     space: SearchSpace | None = None,
     pricing: Pricing | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Look at every setup of the grid, of each with as few hosts as meet the target. Deterministic. ``hosts``: each has
-    the most memory, drives and accelerators that it can be bought with.
-    ValueError: no setup meets the target, and what is nearest; or the grid has over 100,000 setups."""
-    finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing())
+    """The cheapest setup of each host's grid, each with as few hosts as meet the target. Deterministic. ``hosts``: each
+    has the most memory, drives and accelerators that it can be bought with. ``progress``: called with the hosts that
+    are done, and all. ValueError: the target names no rate, no host has a drive, or a grid has over 100,000 setups."""
+    finder, tried = _Finder(demand, target, space or SearchSpace(), pricing or Pricing()), list[Attempt]()
     if not (target.samples_per_s or target.queries_per_s):
         raise ConfigError(
             "the target names no rate: give samples_per_s or queries_per_s; or setup.ddr, to predict one setup"
         )
     if target.queries_per_s and workload.is_training:
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
-    grid = [setup for host in hosts for setup in finder.grid(workload, host)]
-    size = len(grid) * len(finder.space.hosts or _HOSTS)
-    if not grid:
+    for number, host in enumerate(hosts, 1):
+        grid = list(finder.grid(workload, host))
+        if (size := len(grid) * len(finder.space.hosts or _HOSTS)) > _MAX_SETUPS:
+            raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
+        tried += [finder.nearest(grid)] if grid else []
+        if progress is not None:
+            progress(number, len(hosts))
+    if not tried:
         raise ValueError("none of these hosts has a drive: a store's rows are on SSD")
-    if size > _MAX_SETUPS:
-        raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
-    met, failed = list[Prediction](), list[Attempt]()
-    for least_usd, setup in sorted(((finder.least_usd(each), each) for each in grid), key=lambda pair: pair[0]):
-        if len(met) > _SHOWN and least_usd > met[-1].price.usd_a_month:
-            break
-        tried = finder.best_count(setup)
-        if tried.prediction is None or tried.reason:
-            failed.append(tried)
-        else:
-            met = _undominated(sorted([*met, tried.prediction], key=_cost))
-    failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
-    if not met:
-        nearest, found = failed[0], failed[0].prediction
-        stops = "" if found is None else f"; what stops it is: {in_words(found.bottleneck)}"
-        raise ValueError(
-            f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}{stops}"
-        )
-    return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_SHOWN]))
+    return SearchResult(tuple(sorted(tried, key=_order)))
 
 
 class _Finder(NamedTuple):
@@ -143,20 +139,20 @@ class _Finder(NamedTuple):
     pricing: Pricing
 
     def grid(self, workload: Workload, host: Host) -> Iterator[Setup]:
-        """All but the count of hosts. A GPU is to train on one host."""
+        """All but the count of hosts. A GPU is to train on one host. Worker processes take their memory from the
+        rows."""
         space, cores = self.space, host.processor.cores
         may_use_gpu = host.accelerators and workload.is_training and (space.hosts or _HOSTS)[0] == 1
         gpus = (0, 1) if may_use_gpu else (0,)
-        workers = (1,) if workload.is_training else [each for each in _WORKERS if each <= cores]
-        most = len(host.storage)
-        drives = sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
+        workers = [1] if workload.is_training else _doublings(cores)
+        drives, most_hosts = _doublings(len(host.storage)), max(space.hosts or _HOSTS) if workload.is_training else 1
         dtypes = space.dtypes or (_TRAINED_DTYPES if workload.is_training else _SERVED_DTYPES)
         for dtype, ssds, accelerators, share in product(dtypes, drives, gpus, space.memory_shares or _MEMORY_SHARES):
             memory = share * host.ddr.capacity_bytes
             parts = with_accelerators(replace(host, storage=host.storage[:ssds]), host.accelerators[:accelerators])
             parts = with_memory(parts, memory)
             for rows, count in product(_ROW_SHARES, workers):
-                yield Setup(
+                setup = Setup(
                     workload=replace(workload, dtype=dtype),
                     host=parts,
                     ddr_bytes=rows * memory,
@@ -166,38 +162,53 @@ class _Finder(NamedTuple):
                     threads=max(1, cores // count),
                     workers=count,
                 )
+                taken = processes_bytes(replace(setup, hosts=most_hosts), self.demand.laid_out(setup.workload))
+                yield replace(setup, ddr_bytes=max(0.0, setup.ddr_bytes - taken))
 
-    def least_usd(self, setup: Setup) -> float:
-        """Dollars a month below which it cannot be; only of serving, where looking at a setup takes simulations."""
+    def nearest(self, grid: Sequence[Setup]) -> Attempt:
+        """The cheapest that meets the target; or what is nearest to it. Setups that cannot be cheaper than one that
+        meets it are left out."""
+        bounds = sorted(((self._fewest(setup), setup) for setup in grid), key=lambda pair: self._usd(pair[1], pair[0]))
+        best = self.best_count(bounds[0][1], bounds[0][0])
+        for fewest, setup in bounds[1:]:
+            most = math.inf if best.reason else self._usd(best.setup, best.setup.num_hosts)
+            if self._usd(setup, fewest) > most:
+                break
+            best = min(best, self.best_count(setup, fewest, most_usd=most), key=_order)
+        return best
+
+    def _usd(self, setup: Setup, count: float) -> float:
+        """A month."""
+        return count * price_of(setup.host, 1, self.pricing).usd_a_month
+
+    def _fewest(self, setup: Setup) -> int:
+        """Hosts below which it cannot be: of serving by the rate alone, however long queries may wait."""
+        least = self.space.hosts[0] if self.space.hosts else 1
         if setup.workload.is_training:
-            return 0.0
+            return least
         try:
             one = self._predicted(setup)
         except ValueError:
-            return 0.0
-        return max(1.0, self._fewest(one)) * one.price.usd_a_month
+            return least  # nor with more
+        wanted = max(self.target.samples_per_s, self.target.queries_per_s * setup.workload.batch_samples)
+        return max(least, math.ceil(min(_MOST_REPLICAS, wanted / one.samples_per_s)))
 
-    def _fewest(self, one: Prediction) -> float:
-        """Replicas that the rate takes at least, however long queries may wait."""
-        of_queries = 0.0 if one.queue is None else self.target.queries_per_s / one.queue.rate_max
-        return max(self.target.samples_per_s / one.samples_per_s, of_queries)
-
-    def best_count(self, setup: Setup) -> Attempt:
-        """With the fewest hosts that meet the target; or what is nearest."""
-        counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.hosts or _HOSTS
-        if not setup.workload.is_training:
-            try:
-                fewest = self._fewest(self._predicted(setup))
-            except ValueError as error:
-                return _unfit(setup, error)
-            counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
+    def best_count(self, setup: Setup, fewest: int, *, most_usd: float = math.inf) -> Attempt:
+        """With the fewest hosts that meet the target; or what is nearest, of those of such a price."""
+        counts: Sequence[int] = self.space.hosts or _HOSTS
+        if setup.hbm_bytes:
+            counts = (1,)
+        elif not setup.workload.is_training:
+            counts = self.space.hosts or range(fewest, _MOST_REPLICAS + 1, max(1, fewest // 16))
             counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried, is_training = list[Attempt](), setup.workload.is_training
         for count in counts:
+            if tried and self._usd(setup, count) > most_usd:
+                break
             tried.append(self._try(replace(setup, hosts=count) if is_training else replace(setup, replicas=count)))
             if not (tried[-1].reason and tried[-1].is_rate):
                 break
-        return min(tried, key=lambda each: each.shortfall) if tried[-1].reason else tried[-1]
+        return min(tried, key=lambda each: each.shortfall)
 
     def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
         found = predict(setup, self.demand, queries_per_s=queries_per_s, pricing=self.pricing)
@@ -269,25 +280,15 @@ def _over_bound(target: Target, latency: Latency, which: str) -> Lack | None:
 
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
-    return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=True)
+    return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=setup.workload.is_training)
 
 
-def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Of those built of the same parts the first, without those that one before of their dtype is no worse than in
-    price, power and speed; as many as are shown."""
-    chosen: list[Prediction] = []
-    seen: list[tuple[Any, tuple[float, ...]]] = []  # parts, of which the first is the dtype; and merits, less is better
-    for each in ranked:
-        host, price, latency = each.setup.host, each.price, each.latency
-        counts = (host.ddr.capacity_bytes, len(host.storage), len(host.accelerators))
-        parts = (each.setup.workload.dtype, host.name, counts)
-        slowness = -each.samples_per_s if latency is None else latency.p99_s
-        merits = (price.usd_a_month, price.usd, price.watts, slowness)
-        is_worse = any(
-            before == parts or (before[0] == parts[0] and all(a <= b for a, b in zip(better, merits, strict=True)))
-            for before, better in seen
-        )
-        if not is_worse:
-            chosen.append(each)
-            seen.append((parts, merits))
-    return chosen[: _SHOWN + 1]
+def _order(each: Attempt) -> tuple[float, ...]:
+    """What meets the target by price, then what is nearest to it; of what does not fit the largest."""
+    size = -each.setup.num_hosts * each.setup.host.ddr.capacity_bytes
+    return each.shortfall, *(_cost(each.prediction) if each.prediction is not None else (size,))
+
+
+def _doublings(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most; none of 0."""
+    return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})

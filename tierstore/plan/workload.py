@@ -1,6 +1,7 @@
 """A workload: the tables of a model, what a sample looks up, and what a DLRM's dense part computes; published ones by
 name, others from the ``[workload]`` of a file or from a run file of ``tierstore train``."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,15 @@ from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim.configs import RULES, RuleName
 from ..settings.sections import Checked, ConfigError, load_sections, nearest, option, read_toml, toml_value
 from ..system.checks import excerpt, require_choice
-from ..system.sizes import format_size
+from ..system.sizes import format_size, parse_size
 
 OptimizerName = Literal["none", RuleName]
-Figure = Literal["dense_flops", "pooling_factor", "exponent"]
 _UNKNOWN: Final = -1.0
+_COUNT, _DIM, _STEP, _QUERY = 26, 128, 8192, 1  # assumed: tables, their columns, samples of a step and of a query
+_SOURCES: Final = ("preset", "file", "tables", "bytes", "rows")  # of tables: one of them
+_OF_TABLES: Final = ("pooling_factor", "exponent")  # figures of them that a file may leave open
 _MAX_SCALE: Final = 1e6
-_OF_RUNS: Final = {"data", "embedding", "model", "train"}  # sections of a run file, one of which it has
+OF_RUNS: Final = {"data", "embedding", "model", "train"}  # sections of a run file, one of which it has
 MLPERF_LAYERS: Final[dict[str, Any]] = {
     "num_dense": 13,
     "bottom_mlp": (512, 256),
@@ -112,9 +115,9 @@ class TableSpec(TableShape):
 
 
 class Assumed(NamedTuple):
-    """A figure that nobody gave; ``tables``: names of those of which it is, of the dense model none."""
+    """A key of ``[workload]`` that nobody gave; ``tables``: names of those of which it is, of the whole model none."""
 
-    figure: Figure
+    figure: str
     tables: tuple[str, ...] = ()
 
 
@@ -187,32 +190,65 @@ class Workload(Checked):
         return self.batch_samples * sum(table.pooling_factor for table in self.tables)
 
 
-def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
-    """The workload of a file's tables. What it does not say is assumed: one id a sample, by Zipf's law, and the layers
-    of MLPerf's DLRM-DCNv2."""
+def specified(
+    specs: Sequence[TableSpec], sized: Sequence[str] = (), *, is_training: bool = False, **figures: Any
+) -> Workload:
+    """The workload of a file's tables. What it does not say is assumed, and so are the keys ``sized``: one id a sample,
+    by Zipf's law; one sample a query; a dense part as of ``with_dense``. ``is_training``: by row-wise Adagrad, unless
+    an optimizer is given."""
+    assumed = list(map(Assumed, sized))
+    if is_training and "optimizer" not in figures:
+        figures["optimizer"] = "rowwise_adagrad"
+        assumed.append(Assumed("optimizer"))
+    if "batch_samples" not in figures:
+        assumed.append(Assumed("batch_samples"))
+        figures["batch_samples"] = _QUERY if figures.get("optimizer", "none") == "none" else _STEP
     found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
-    assumed = []
-    if not found.dense_flops:
-        flops = dlrm_work([table.embedding_dim for table in found.tables], **MLPERF_LAYERS).dense_flops
-        found, assumed = replace(found, dense_flops=flops), [Assumed("dense_flops")]
-    for figure in get_args(Figure)[1:]:
-        own = (shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
-        assumed.append(Assumed(figure, tuple(own)))
-    return replace(found, assumed=tuple(each for each in assumed if each.tables or each.figure == "dense_flops"))
+    for figure in _OF_TABLES:
+        own = tuple(shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
+        assumed += [Assumed(figure, own)] if own else []
+    return with_dense(replace(found, assumed=tuple(assumed)))
 
 
-def assumptions(workload: Workload) -> list[str]:
-    """What nobody said, each with its value; of tables of different values the first's."""
+def with_dense(workload: Workload) -> Workload:
+    """The same, its unknown figures of a dense part assumed: those of MLPerf's DLRM-DCNv2 over these tables, its layers
+    as wide as take the flops, if they are known. Of 1 flop, which stands for tables alone, the others are 0."""
+    own, known = dlrm_work([each.embedding_dim for each in workload.tables], **MLPERF_LAYERS), workload.dense
+    width = math.sqrt(known.dense_flops / own.dense_flops) if known.dense_flops else 1.0
+    taken = DenseWork(own.dense_flops, own.dense_products, own.dense_values * width)._asdict()
+    unknown = [name for name, value in known._asdict().items() if not value and known.dense_flops != 1]
+    assumed = (*workload.assumed, *map(Assumed, unknown))
+    return replace(workload, **{name: taken[name] for name in unknown}, assumed=assumed)
+
+
+_ASSUMED: Final[Mapping[str, str]] = {
+    "count": "tables: {:,}, of equal size",
+    "embedding_dim": "columns of a row: {:,}",
+    "optimizer": "optimizer: {}",
+    "batch_samples": "samples of a step or query: {:,}",
+    "pooling_factor": "ids a sample and table: {:g}",
+    "exponent": "skew: Zipf's law of exponent {:g}",
+    "dense_flops": "dense model: {:,.0f} flops a sample, as of MLPerf's DLRM-DCNv2",
+    "dense_products": "dense model: {:,.0f} matrix products a batch, as that",
+    "dense_values": "dense model: {:,.0f} values a sample, read and written, as that",
+}
+
+
+class Assumption(NamedTuple):
+    """What nobody said, as people read it, with its value; ``key``: sets it, in a file or by ``--set``."""
+
+    key: str
+    text: str
+
+
+def assumptions(workload: Workload) -> list[Assumption]:
+    """What nobody said; of tables of different values the first's."""
     found, every = [], len(workload.tables)
     for figure, names in workload.assumed:
-        if figure == "dense_flops":
-            layers = "the layers of MLPerf's DLRM-DCNv2 over these tables"
-            found.append(f"dense model: {workload.dense_flops / 1e6:.3g} Mflop a sample, forward: {layers}")
-            continue
-        value = next(float(getattr(each, figure)) for each in workload.tables if each.name == names[0])
-        tables = f"{len(names):,} of " * (len(names) < every) + f"{every:,} table{'s' * (every != 1)}"
-        text = {"pooling_factor": "pooling factor: {:g} id a sample", "exponent": "skew: Zipf's law of exponent {:g}"}
-        found.append(f"{text[figure].format(value)}, in {tables}")
+        table = next((each for each in workload.tables if each.name in names), workload.tables[0])
+        value = every if figure == "count" else getattr(workload, figure, getattr(table, figure, None))
+        part = f", in {len(names):,} of {every:,} tables" if 0 < len(names) < every else ""
+        found.append(Assumption(f"workload.{figure}", _ASSUMED[figure].format(value) + part))
     return found
 
 
@@ -238,9 +274,8 @@ def _published(
         for number, (own, pooling) in enumerate(zip(rows, ids, strict=True))
     )
     skew = Assumed("exponent", tuple(table.name for table in tables))  # no publication says how popular rows are
-    return Workload(
-        name=name, tables=tables, batch_samples=batch, optimizer=optimizer, dense_flops=flops, assumed=(skew,)
-    )
+    given: dict[str, Any] = {"batch_samples": batch, "optimizer": optimizer, "dense_flops": flops, "assumed": (skew,)}
+    return with_dense(Workload(name=name, tables=tables, **given))
 
 
 PRESETS: Final[Mapping[str, Workload]] = {
@@ -264,14 +299,22 @@ docs/planning/traces.md lists, and of the interaction's matrix products."""
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSection(Checked):
-    """[workload]: the model in use: a preset, a file, or tables written here."""
+    """[workload]: the model in use: a preset, a file, tables written here, or the size of all tables."""
 
+    bytes: int | str = option("", 'all rows as float32, without state, as "300GB", in count equal tables; or rows')
+    rows: int = option(0, "of all tables, likewise", low=0, high=MAX_ROWS)
+    count: int = option(0, f"tables of bytes or rows; 0: {_COUNT} are assumed", low=0, high=1 << 16)
+    embedding_dim: int = option(0, f"columns of the same; 0: {_DIM} are assumed", low=0, high=1 << 16)
+    pooling_factor: float = option(_UNKNOWN, "ids a sample, of tables that do not say it; -1: 1", low=_UNKNOWN)
+    exponent: float = option(_UNKNOWN, "of Zipf's law, of tables that do not say it; -1: 1.05", low=_UNKNOWN)
     preset: str = option("", "one of tierstore plan presets")
     file: str = option("", "another file with a [workload], as tierstore plan presets NAME prints one, or a run file")
     tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
     name: str = option("", "what the report calls it")
     scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
-    batch_samples: int = option(0, "samples of a training step, or of a query; 0: the workload's own", low=0)
+    batch_samples: int = option(
+        0, f"samples of a step or query; 0: the workload's own, or {_STEP} of a step, {_QUERY} of a query", low=0
+    )
     optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
     dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
     dense_flops: float = option(
@@ -286,7 +329,7 @@ class WorkloadSection(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
+        given = [key for key in _SOURCES if getattr(self, key)]
         if len(given) > 1:
             raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
 
@@ -296,28 +339,49 @@ class _File:
     workload: WorkloadSection = WorkloadSection()
 
 
-def workload_of(section: WorkloadSection, name: str = "workload") -> Workload:
-    """ValueError: it names none, or one that there is not, or a value that cannot be."""
-    if not (section.preset or section.file or section.tables):
+def workload_of(section: WorkloadSection, name: str = "workload", *, is_training: bool = False) -> Workload:
+    """``is_training``: if the section does not say it. ValueError: it names no tables, or some that there are not, or a
+    value that cannot be."""
+    if not any(getattr(section, key) for key in _SOURCES):
         raise ConfigError(
-            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
+            f"workload.bytes = '': give the size of all tables, as --bytes 300GB; or workload.preset, one of "
+            f"{', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
         )
     keys = ("name", "batch_samples", "optimizer", "dtype", *DenseWork._fields)
     given = {key: getattr(section, key) for key in keys if getattr(section, key)}
     try:
-        if section.tables:
-            found = specified(section.tables, **{"name": name, **given})
+        if section.preset or section.file:
+            found = load_workload(section.file, is_training=is_training) if section.file else preset(section.preset)
         else:
-            found = preset(section.preset) if section.preset else load_workload(section.file)
-        found = scaled(found, section.scale)
-        if section.dense_flops:  # the layers are not those of the file then
-            assumed = tuple(each for each in found.assumed if each.figure != "dense_flops")
-            found = replace(found, dense_products=0.0, dense_values=0.0, assumed=assumed)
-        return replace(found, **given)
-    except ConfigError:
-        raise
+            sized = [key for key in ("count", "embedding_dim") if not section.tables and not getattr(section, key)]
+            tables = section.tables or (_alike(section),)
+            found = specified(tables, sized, is_training=is_training, **{"name": name, **given})
+        return _given(scaled(found, section.scale), section, given)
     except ValueError as error:
-        raise ConfigError(f"workload: {error}") from None
+        begin = "workload" if not section.file else f"workload.file = {excerpt(section.file)}"
+        is_named = isinstance(error, ConfigError) and not section.file
+        raise ConfigError(str(error) if is_named else f"{begin}: {error}") from None
+
+
+def _alike(section: WorkloadSection) -> TableSpec:
+    """Equal tables of so many bytes or rows in all."""
+    dim, count = section.embedding_dim or _DIM, section.count or _COUNT
+    rows = section.rows or parse_size(section.bytes, name="workload.bytes", memory_bytes=0) // (4 * dim)
+    return TableSpec(num_embeddings=math.ceil(rows / count), embedding_dim=dim, count=count)
+
+
+def _given(found: Workload, section: WorkloadSection, given: dict[str, Any]) -> Workload:
+    """With what the section says in place of what a file or preset has, or what was assumed."""
+    of_tables: dict[str, Any] = {key: getattr(section, key) for key in _OF_TABLES if getattr(section, key) != _UNKNOWN}
+    tables = list(found.tables)
+    for figure, value in of_tables.items():
+        names = {name for each in found.assumed if each.figure == figure for name in each.tables}
+        tables = [replace(each, **{figure: value}) if each.name in names else each for each in tables]
+    dense: dict[str, Any] = {
+        name: 0.0 for name in DenseWork._fields if section.dense_flops
+    }  # not of the file's layers then
+    kept = tuple(each for each in found.assumed if each.figure not in dense | given | of_tables)
+    return with_dense(replace(found, **dense | given, tables=tuple(tables), assumed=kept))
 
 
 def preset(name: str) -> Workload:
@@ -328,9 +392,10 @@ def preset(name: str) -> Workload:
     return found
 
 
-def load_workload(source: str | os.PathLike[str]) -> Workload:
-    """A preset by its name; or that of a run file, or of a file with a ``[workload]``, by its path. ValueError: it is
-    neither, or the file has an unknown key or a value that cannot be; names the file, the key and what is accepted."""
+def load_workload(source: str | os.PathLike[str], *, is_training: bool = False) -> Workload:
+    """A preset by its name; or that of a run file, or of a file with a ``[workload]``, by its path. ``is_training`` as
+    of ``workload_of``. ValueError: it is neither, or the file has an unknown key or a value that cannot be; names the
+    file, the key and what is accepted."""
     text, path = os.fspath(source), Path(source)
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
@@ -338,7 +403,7 @@ def load_workload(source: str | os.PathLike[str]) -> Workload:
         known = nearest(text.lower(), PRESETS, all_are="presets are")
         raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
     sections = set(read_toml(path, "workload file"))
-    if _OF_RUNS & sections:
+    if OF_RUNS & sections:
         return _of_run(path)
     if "table" in sections:
         raise ConfigError(f"{path}: write [[workload.tables]] in place of each [[table]]")
@@ -346,7 +411,7 @@ def load_workload(source: str | os.PathLike[str]) -> Workload:
     if section.file:
         raise ConfigError(f"{path}: workload.file = {excerpt(section.file)}: give that file instead")
     try:
-        return workload_of(section, path.stem)
+        return workload_of(section, path.stem, is_training=is_training)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -214,12 +214,12 @@ class EvictingRows(HostTier):
         return None
 
     def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
-        whole = not self._leases.split_batches or self._may_fit(joined)
+        whole = not self._leases.last_was_split or self._may_fit(joined)
         return self._leases.parts(joined.keys, joined.order_of_use() if whole else NO_INTS)
 
     def _may_fit(self, joined: Joined) -> bool:
         """Whether there may be slots for all rows: an admission that fails has evicted others for nothing. Rows are
-        counted only once batches have been split."""
+        counted only after a batch that was split."""
         capacity = self._arena.cache.capacity
         return len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
 
@@ -238,7 +238,7 @@ class EvictingRows(HostTier):
         return lease, arg_max
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease | None:
-        if lease is not None or (self._leases.split_batches and not self._may_fit(joined)):
+        if lease is not None or (self._leases.last_was_split and not self._may_fit(joined)):
             return lease
         # Rows used last first: they are the likeliest to be still resident.
         return self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())

@@ -132,7 +132,7 @@ class Lease:
     @property
     def position_slots(self) -> Int32s:
         """int32 [num_positions]: the slot of each position."""
-        return self.slots if self.inverse is None else self.slots[self.inverse]
+        return self.slots if self.inverse is None else self.slots.take(self.inverse)
 
     def release(self) -> None:
         """Let the rows go; a second call does nothing."""
@@ -233,6 +233,7 @@ class Leases:
 
     def __init__(self, arena: Arena, pins: Pins, make_room: Callable[[], None], read_rows: RowSource) -> None:
         self.split_batches = 0
+        self.last_was_split = False
         self.seconds = 0.0
         self._arena = arena
         self._pins = pins
@@ -288,7 +289,9 @@ class Leases:
             if lease is None or not len(lease.slots):
                 lease = self.leading(keys[start:])
             consumed = lease.num_positions
-            self.split_batches += not start and consumed < len(keys)
+            if not start:
+                self.last_was_split = consumed < len(keys)
+                self.split_batches += self.last_was_split
             try:
                 yield start, lease
             finally:

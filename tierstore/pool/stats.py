@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..cache.base import CacheCounters
+from ..system.terminal import columns_of, html_table
 
 
 class TierStats(NamedTuple):
@@ -110,17 +111,22 @@ class Stats(NamedTuple):
         parts = self._asdict().items()
         return {f"{part}.{name}": count for part, counts in parts for name, count in counts._asdict().items()} | rates
 
-    def __str__(self) -> str:
-        numbers = self.to_dict()
-        lines = [["", *self.tiers]]
+    def _rows(self) -> list[list[str]]:
+        numbers, rows = self.to_dict(), [["", *self.tiers]]
         for name in (*TierStats._fields, "hit_rate"):
             row = [numbers[f"{tier}.{name}"] for tier in self.tiers]
             if any(row):
-                lines.append([name, *(f"{each:,.3f}" if isinstance(each, float) else f"{each:,}" for each in row)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-        ids = "ids: " + ", ".join(f"{name} {count:,}" for name, count in self.ids._asdict().items())
-        return "\n".join(text + [ids] * any(self.ids))
+                rows.append([name, *(f"{each:,.3f}" if isinstance(each, float) else f"{each:,}" for each in row)])
+        return rows
+
+    def _of_ids(self) -> list[str]:
+        return ["ids: " + ", ".join(f"{name} {count:,}" for name, count in self.ids._asdict().items())] * any(self.ids)
+
+    def __repr__(self) -> str:
+        return "\n".join([*columns_of(self._rows(), is_last_text=False), *self._of_ids()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._rows()) + "".join(self._of_ids())
 
 
 def total(stats: Sequence[Stats]) -> Stats:

@@ -14,7 +14,7 @@ _BASE_STYLE: Final = Path(__file__).with_name("base.css").read_text(encoding="ut
 """Of every page: colours of the light and the dark theme, and fonts."""
 _COLUMNS: Final = 100
 _WIDTH, _HEIGHT = 440, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 428, 10, 198  # of the plot in its picture
+_LEFT, _RIGHT, _TOP, _BOTTOM = 82, 408, 10, 198  # of the plot in its picture
 _TICKS: Final = 5
 
 
@@ -145,7 +145,7 @@ def figure(
         parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y(tick) + 4}">{tick:,.6g}</text>')
     parts += [f'<text class="x" x="{x(at)}" y="{_BOTTOM + 18}">{html.escape(label)}</text>' for at, label in x_ticks]
     parts.append(f'<text class="x" x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 4}">{html.escape(over)}</text>')
-    turned = f"translate(12 {(_BOTTOM + _TOP) / 2}) rotate(-90)"
+    turned = f"translate(14 {(_BOTTOM + _TOP) / 2}) rotate(-90)"
     parts.append(f'<text class="x" transform="{turned}">{html.escape(unit)}</text>')
     for line in lines:
         if bands := [each.band for each in line.steps if each.band]:
@@ -162,6 +162,7 @@ def figure(
         '<span class="key"><svg viewBox="0 0 24 8" aria-hidden="true">'
         f'<path class="{line.tone}" stroke-width="3" d="M0 4H24"/></svg>{html.escape(line.name)}</span>'
         for line in lines
+        if line.name
     )
     picture = "\n".join(["<figure>", *parts, f"</svg><figcaption>{key}</figcaption></figure>"])
     return [Section(title, picture=picture)]

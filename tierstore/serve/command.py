@@ -30,19 +30,6 @@ _METAVARS: Final = {
 
 
 _FLAGS: Final = {"sources": "--from"}
-_GONE: Final = dict.fromkeys(("--updates", "--peers"), "a replica follows its sources: give --from URL") | {
-    "--max-queue-requests": "4,096 may wait; leave it out",
-    "--body-bytes": "it is 64 MiB; leave it out",
-    "--receive-seconds": "it is 30; leave it out",
-    "--model-control": "start a server with the stores that it is to have",
-}
-
-
-class _Gone(argparse.Action):
-    """A flag of earlier releases: an error that names the new way."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]} is no more: {self.const}")
 
 
 class _Once(argparse.Action):
@@ -58,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; what is not given is None."""
     parser.add_argument("file", metavar="FILE.toml", nargs="?", help="settings; keys as the flags, with _ for -")
     hints = get_type_hints(ServeConfig)
-    for flag, way in _GONE.items():
-        parser.add_argument(flag, action=_Gone, nargs="?", help=argparse.SUPPRESS, const=way)
     for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which a file gives
         flag, default = _FLAGS.get(each.name, "--" + each.name.replace("_", "-")), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
@@ -122,8 +107,6 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
         "sources" if name == "from" else name: value for name, value in read_toml(path, "file of settings").items()
     }
     for name in found:
-        if way := _GONE.get("--" + name.replace("_", "-")):
-            raise ValueError(f"{path}: {name} is no more: {way}")
         if name not in names:
             raise ValueError(f"{path}: unknown key {name!r}; {nearest(name, names)}")
     return found

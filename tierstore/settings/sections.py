@@ -127,10 +127,10 @@ def parse_override(text: str, *, example: str) -> Override:
 
 
 def load_sections(
-    cls: type[_Description], path: str | Path, overrides: Iterable[Override] = (), *, what: str
+    cls: type[_Description], path: str | Path | None, overrides: Iterable[Override] = (), *, what: str
 ) -> _Description:
-    """Read a file, then set what ``overrides`` say; of two for one key the later one wins. ConfigError: no TOML, an
-    unknown section or key, a value of the wrong type or range.
+    """Read a file, if any, then set what ``overrides`` say; of two for one key the later one wins. ConfigError: no
+    TOML, an unknown section or key, a value of the wrong type or range.
 
     Args:
         cls: a dataclass of dataclasses, the sections; a list of tables becomes a tuple of dataclasses. Their checks
@@ -138,7 +138,7 @@ def load_sections(
             key.
         what: the file is, for errors: "run file".
     """
-    tables = read_toml(Path(path), what)
+    tables = {} if path is None else read_toml(Path(path), what)
     for name, keys in tables.items():
         if not isinstance(keys, dict):
             known = ", ".join(get_type_hints(cls))
@@ -207,8 +207,7 @@ def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], sour
         attribute = f"{key}_" if keyword.iskeyword(key) else key
         if attribute not in hints:
             elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
-            gone: Mapping[str, str] = getattr(cls, "GONE", {})
-            hint = gone.get(key) or nearest(key, hints, otherwise=next(iter(elsewhere), ""))
+            hint = nearest(key, hints, otherwise=next(iter(elsewhere), ""))
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
             values[attribute] = converted(value, hints[attribute], f"{name}.{key}")

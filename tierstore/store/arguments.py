@@ -117,12 +117,13 @@ def check_offsets(
         wrong[0] |= starts[0] != 0
         place = int(wrong.argmax()) if wrong.any() else len(starts) - 1
         found = f"the one at index {place} is {starts[place]} {_OF_LENGTHS}"
-    raise ValueError(f"{_offsets_rule(name, num_ids, is_last_given=is_last_given)}; {found}")
+    raise _offsets_error(name, num_ids, found, is_last_given=is_last_given)
 
 
-def _offsets_rule(name: str, num_ids: int, *, is_last_given: bool) -> str:
-    ends = "end at" if is_last_given else "not exceed"
-    return f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
+def _offsets_error(name: str, num_ids: int, found: str, *, is_last_given: bool) -> ValueError:
+    ends, form = ("end at", "with the end, [bags + 1]") if is_last_given else ("not exceed", "without the end, [bags]")
+    rule = f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}; {found}"
+    return ValueError(f"{rule}. They are taken {form} (include_last_offset={is_last_given})")
 
 
 def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Tensor | None:
@@ -158,10 +159,10 @@ def check_jagged(
     count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)
     starts = require_ids(offsets, "offsets").contiguous()
     given = DeviceIds(ids.contiguous(), starts, None if own is None else own.contiguous())
-    rule = _offsets_rule("offsets", count, is_last_given=is_last_given)
 
     def offsets_error(index: int) -> ValueError:
-        return ValueError(f"{rule}; the one at index {index} is wrong {_OF_LENGTHS}")
+        found = f"the one at index {index} is wrong {_OF_LENGTHS}"
+        return _offsets_error("offsets", count, found, is_last_given=is_last_given)
 
     return DeviceJagged(given, len(offsets) - is_last_given, on_host, offsets_error)
 

@@ -148,6 +148,11 @@ class Manifest:
                 raise StoreNotFoundError(
                     f"{directory} is a file, and a store is a directory; give another path"
                 ) from None
+            if ":/" in str(directory):
+                way = "bring it here by tierstore backup URL DIR, and open DIR"
+                raise StoreNotFoundError(
+                    f"{directory} is a URL, and a store is a folder of this machine: {way}"
+                ) from None
             _require_not_sharded(directory)
             raise StoreNotFoundError(
                 f"no store at {directory}: {path} does not exist; check the path, or make a store: train "

@@ -17,6 +17,7 @@ from ..system.files import translate_os_error
 from ..system.signals import settle
 from ..system.sizes import parse_size, require_memory, resolve_device
 from .catalog import KeptAs
+from .directory import require_store
 from .lifetime import is_open_here
 from .pools import Memory
 from .store import Store
@@ -29,6 +30,7 @@ def open_store(
     directory: str | os.PathLike[str] | None = None, *, cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r",
     "w"] = "w", version: int | None = None, keep: int = 1, slack: float = DEFAULT_SLACK, ddr: int | str = "50%", hbm:
     int | str = 0, device: str = "cpu", policy: str = AUTO, threads: int | None = None, dtype: KeptAs = None,
+    create: bool = True,
 ) -> Store:  # fmt: skip
     """Open the store in ``directory``, or create it.
 
@@ -54,12 +56,13 @@ def open_store(
         dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
             "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.
             Default: as stored, state included.
+        create: with mode="w", whether a store is made where there is none.
 
     Raises:
         ValueError, TypeError: a wrong argument.
         BudgetError: ``ddr``, or with device="cpu" ``hbm``, is more than the machine has.
         TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
-        StoreNotFoundError: mode="r" and there is no store, or no such version. StoreLockedError: a writer has it open.
+        StoreNotFoundError: mode="r" or create=False, and no store or version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
     """
     _require_place(directory, cold, mode, version, dtype)
@@ -69,6 +72,8 @@ def open_store(
     require_slack(slack)
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
     place = None if directory is None else Path(directory)
+    if place is not None and not create:
+        require_store(place)
     memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
     options: dict[str, Any] = {"version": version, "keep": keep, "slack": slack, "threads": threads, "dtype": dtype}
     pauses = [*_PAUSES_SECONDS] if place is not None and mode == "w" else []

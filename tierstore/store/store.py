@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import copy
+import html
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ from ..settings.sections import nearest
 from ..system.checks import Unpicklable
 from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
+from ..system.terminal import html_table
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
@@ -43,7 +45,7 @@ from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
 from .refresh import Follower, Newer
-from .table import Table
+from .table import OF_MODULES, Table
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -490,6 +492,15 @@ class Store(ClosedWhenDropped, Unpicklable):
     def __repr__(self) -> str:
         mode = "r" if self.readonly else "w"
         return f"<Store {str(self.directory)!r} mode={mode!r} version={self.version} tables={list(self.tables)}>"
+
+    def _repr_html_(self) -> str:
+        each = (table.config for table in self.tables.values())
+        rows = ((c.name, f"{c.num_embeddings:,}", c.embedding_dim, c.dtype, c.optimizer.kind) for c in each)
+        shown = html_table(("table", "rows", "columns", "dtype", "optimizer"), *rows)
+        return f"{html.escape(str(self.directory))}, version {self.version} of {[*self.versions]}{shown}"
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_MODULES]
 
 
 _STORES: Final[set[weakref.ref[Store]]] = set()

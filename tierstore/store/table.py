@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
 from .table_ids import TableIds
 from .version import TableState
+
+OF_MODULES: Final = frozenset(
+    "are_in_memory calling columns converted dropped find_newer find_or_require first_rate follows give_rows go_on_at "  # noqa: SIM905
+    "has_rows_of id_error in_pool index is_gone is_whole jagged keys_of layout local next_hyper note_change pool "
+    "note_partly_trained num_changes offsets_type optimizer_in_use pooled_directly rehearse_newer require_float shown "
+    "require_open require_whole require_whole_steps require_writable restore rounding_seed rows_in_memory workers "
+    "use_optimizer written_rows pool_of".split()
+)
+"""What stores and tables have for modules and servers, and that is not completed where users type."""
 
 
 class Table(Unpicklable, LookupTable):
@@ -274,8 +283,9 @@ class Table(Unpicklable, LookupTable):
         return self.ids
 
     def pooled(
-        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = True,
+    ) -> Tensor:  # fmt: skip
         """One pooled row a bag, without gradients (``TieredEmbeddingBag`` has them).
 
         Args:
@@ -284,6 +294,7 @@ class Table(Unpicklable, LookupTable):
             mode: "sum", "mean" or "max"; default: ``config.pooling``, by which the table is trained and served. An
                 empty bag gives zeros.
             per_sample_weights: float32 [n], with "sum" only.
+            include_last_offset: False of offsets [bags], without the end.
 
         Returns:
             float32 [bags, embedding_dim], on the store's device.
@@ -292,10 +303,11 @@ class Table(Unpicklable, LookupTable):
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
-        pooled = self.pooled_directly(ids, offsets, mode) if per_sample_weights is None else None
+        last: dict[str, Any] = {"is_last_given": include_last_offset}
+        pooled = self.pooled_directly(ids, offsets, mode, **last) if per_sample_weights is None else None
         if pooled is not None:
             return pooled
-        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
+        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights, **last)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
         self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
@@ -340,6 +352,9 @@ class Table(Unpicklable, LookupTable):
     def _alone(self) -> Features:
         self.require_whole()
         return Features.of([self], [0])
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_MODULES]
 
     def __repr__(self) -> str:
         config = self.config

@@ -8,22 +8,24 @@ import json
 import math
 import re
 import secrets
+import time
 from dataclasses import replace
 from types import NoneType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import safetensors.torch
-import torch
-from torch import Tensor
 
 from ..errors import DamagedError, FormatError
-from ..system.checks import excerpt
+from ..system.checks import excerpt, require_int
 from .manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_ANCESTORS: Final = 256
 _COMMIT_ID: Final = re.compile("[0-9a-f]{16}")
 _MAX_VERSION: Final = 2**40
+_MAX_SECONDS: Final = 2**37
 
 
 class Ancestor(NamedTuple):
@@ -44,18 +46,19 @@ class Lineage(NamedTuple):
 
     commit_id: str = ""  # 8 random bytes in hex; "" if it is not known
     ancestors: tuple[Ancestor, ...] = ()  # the last ``MAX_ANCESTORS`` of them whose identity is known, ascending
+    seconds: int = 0  # since 1970, by the clock of the machine that made it; 0 of one by an older release
 
     def following(self, version: int) -> "Lineage":
         """The lineage of the next commit, made from this one, whose number is ``version``."""
         own = (Ancestor(version, self.commit_id),) if self.commit_id else ()
-        return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:])
+        return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:], max(0, int(time.time())))
 
     def id_of(self, version: int) -> str:
         """The identity of the ancestor with this number; "" if there is none."""
         return next((each.commit_id for each in self.ancestors if each.version == version), "")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors]}
+        return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors], "seconds": self.seconds}
 
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
@@ -64,6 +67,7 @@ class Lineage(NamedTuple):
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
+        seconds = require_int(fields.get("seconds", 0), "seconds", 0, _MAX_SECONDS)
         if not is_commit_id(fields["id"]) or len(ancestors) > MAX_ANCESTORS:
             raise ValueError("no identity of a commit, or too many before it")
         before = 0
@@ -71,7 +75,7 @@ class Lineage(NamedTuple):
             if type(version) is not int or not before < version < _MAX_VERSION or not is_commit_id(commit_id):
                 raise ValueError("a commit before it has no number or no identity")
             before = version
-        return cls(fields["id"], ancestors)
+        return cls(fields["id"], ancestors, seconds)
 
 
 NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release without identities
@@ -133,9 +137,12 @@ class Version(NamedTuple):
             )
 
 
-def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor], lineage: Lineage) -> bytes:
+def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, "Tensor"], lineage: Lineage) -> bytes:
     """Payload for ``ColdTier.commit``; ``NO_LINEAGE`` for one that is sent elsewhere. TypeError: ``extra`` is not a
     dict that JSON can hold exactly, or ``tensors`` not a dict of tensors."""
+    import safetensors.torch
+    import torch
+
     if not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
     try:
@@ -151,7 +158,7 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"tensors must have names that are str, not {type(name).__name__}")
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
     try:
         # A file in safetensors format, without a copy of what lies in host memory in one piece. What the format calls
@@ -243,8 +250,10 @@ def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
 
 
-def unpack_tensors(version: Version) -> dict[str, Tensor]:
+def unpack_tensors(version: Version) -> "dict[str, Tensor]":
     """The tensors of a version, on the CPU; DamagedError if they are not in safetensors format."""
+    import safetensors.torch
+
     if not version.tensors:
         return {}
     try:

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import functools
+import html
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +23,7 @@ class Command(NamedTuple):
     """Of a group: the command that is meant where a file's name stands in place of one."""
 
 
+_RARE: Final = {"delay": 10, "mininterval": 10}  # seconds between lines of progress where there is no terminal
 Argument = tuple[tuple[str, ...], dict[str, Any], tuple[str, str] | None]
 """What ``ArgumentParser.add_argument`` is given; title and description of those that the help shows together."""
 
@@ -67,13 +70,20 @@ def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> l
     return ["  ".join(forms).format(*row).rstrip() for row in rows]
 
 
+def html_table(*rows: Sequence[object]) -> str:
+    """A table for notebooks; the first row is its head."""
+    head, *body = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table><tr>{head.replace('td>', 'th>')}</tr>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
+
+
 @contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``. ``look`` is tqdm's. It is called
-    with what is done and the total, and what the bar is to be called from then on, if it changes."""
+    """A progress bar on stderr, every 10 s if that is no terminal; give it to a ``progress=``. ``look`` is tqdm's.
+    It is called with what is done and the total, and what the bar is to be called from then on, if it changes."""
     from tqdm import tqdm
 
-    with tqdm(desc=what, disable=None, leave=False, **look) as bar:
+    pauses: Any = {"disable": True} if sys.stderr is None else {} if sys.stderr.isatty() else _RARE
+    with tqdm(desc=what, leave=False, **pauses, **look) as bar:
 
         def show(done: int, total: int, what: str | None = None) -> None:
             bar.total = total

@@ -17,6 +17,7 @@ from ..config import TableConfig
 from ..dist import TowerTieredEmbeddingBagCollection
 from ..dist.placement.towers import Names, partition, similarity_of
 from ..ids import LFU, LRU, DynamicIds, Frequency
+from ..ids.texts import text_categories
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..nn.module import Placeholder
@@ -28,7 +29,6 @@ from .config import DataSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
 from .readers.arrow import ArrowReader
-from .readers.categories import read_texts
 from .readers.shuffled import ShuffledReader, random_order
 
 
@@ -99,9 +99,10 @@ def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
 
 
 def _open(data: DataSection, path: str) -> Reader:
+    times: Any = data.time_columns
     schema = Schema(
         label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule,
-        weight=data.weight_column,
+        weight=data.weight_column, times=times,
     )  # fmt: skip
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
@@ -115,12 +116,8 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         raise ValueError(f"column={column!r}: {nearest(column, columns)}")
     values: Any = categories.tolist() if isinstance(categories, Tensor) else list(categories)
     rule = config.data.rule
-
-    def category(text: str) -> int:
-        raw = text.encode()
-        return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)]), rule).item())
-
-    found = np.array([each if isinstance(each, int) else category(each) for each in values], np.int64)
+    texts = iter(text_categories([each.encode() for each in values if not isinstance(each, int)], rule).tolist())
+    found = np.array([each if isinstance(each, int) else next(texts) for each in values], np.int64)
     at = next((i for i, each in enumerate(values) if each == "" or found[i] < rule.least), None)
     if at is not None:
         raise ValueError(

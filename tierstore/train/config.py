@@ -84,6 +84,10 @@ class DataSection(Checked):
     weight_column: str = option("", 'column of weights of rows in the loss, 0 or more; "": all 1')
     dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns, if any")
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
+    time_columns: tuple[tuple[str, ...], ...] = option(
+        (), 'sparse columns with the column of their times, as [["history", "history_time"]] (Parquet, npy)'
+    )
+    max_list_length: int = option(0, "categories of a list to keep, the last ones; 0: all", low=0, high=_MAX_COUNT)
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
     shuffle_rows: int = option(0, "rows shuffled together, in memory: a multiple of train.batch_size; 0: none", low=0)
     shuffle_files: bool = option(False, "each epoch reads the folder's files in another order (Parquet, CSV)")
@@ -98,6 +102,8 @@ class DataSection(Checked):
         _require(bool(labels), "data.label_column", self.label_column, "the name of a column")
         good = not weights or (len(weights) == len(labels) > 1 and min(weights) >= 0 < max(weights) <= _MAX_RATE)
         _require(good, "data.label_weights", weights, "a weight of 0 or more for each of several labels, not all 0")
+        are_pairs = all(len(each) == 2 for each in self.time_columns)
+        _require(are_pairs, "data.time_columns", self.time_columns, "pairs of a sparse column and that of its times")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -107,7 +113,7 @@ class DataSection(Checked):
     @property
     def rule(self) -> CategoryRule:
         """What values of categorical columns become."""
-        return CategoryRule(are_ids=self.hashing == "none", seed=self.hash_seed)
+        return CategoryRule(self.hashing == "none", self.hash_seed, self.max_list_length)
 
     @property
     def has_test(self) -> bool:

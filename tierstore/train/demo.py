@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
+from ..ids.texts import STEP
 from ..kernels.arrays import Bytes, Float64s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
@@ -35,7 +36,6 @@ from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
 from .metrics import Evaluation, Predictions
-from .readers.categories import STEP
 from .summary import run_page, table_of
 from .trainer import command_name, warm_up
 

@@ -262,6 +262,17 @@ def _compared(groups: Sequence[Group]) -> tuple[list[Measure], list[list[str]]]:
     return measures, rows
 
 
+def _best(groups: Sequence[Group], table: Sequence[Sequence[str]]) -> str:
+    """The combination of the lowest loss, of test rows if there are any; "" without a swept key or a loss."""
+    for name in ("log loss", "training loss"):
+        losses = {place: group.measured[name].mean for place, group in enumerate(groups) if name in group.measured}
+        if losses and groups[0].labels:
+            place = min(losses, key=losses.__getitem__)
+            setting = ", ".join(f"{key} = {value}" for key, value in groups[place].labels.items())
+            return f"Lowest {name}: {table[1 + place][table[0].index(name)]}, with {setting}"
+    return ""
+
+
 def sweep_table(runs: Sequence[SweepRun]) -> str:
     """For a terminal: a line for each combination of what is swept, means over seeds with standard deviations."""
     return "\n".join(columns_of(_compared(groups_of(runs))[1], is_last_text=False))
@@ -283,6 +294,8 @@ def sweep_page(title: str, runs: Sequence[SweepRun]) -> str:
     measures, table = _compared(groups)
     ended = sum(group.ended for group in groups)
     notes = [f"{ended:,} of {len(runs):,} runs have ended. Figures are means over seeds, ± their standard deviation."]
+    if best := _best(groups, table):
+        notes.insert(0, best)
     over = next(iter(groups[0].labels), "")
     places = list(dict.fromkeys(next(iter(each.labels.values()), "") for each in groups))
     plots: list[Section] = []

@@ -11,6 +11,7 @@ import torch
 
 from .. import optim
 from ..config import TableConfig
+from ..ids.texts import FROM_ZERO, text_categories
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.jagged import KeyedJaggedTensor
@@ -23,7 +24,6 @@ from ..store import open_store
 from ..train import RunConfig, train
 from ..train.config import DataSection, EmbeddingSection, ModelSection, StoreSection, TrainSection
 from ..train.demo import write_synthetic
-from ..train.readers.categories import FROM_ZERO, read_texts
 
 Work = Callable[[Path], None]  # does it in a new folder
 
@@ -87,7 +87,7 @@ def _train(table: TableConfig, folder: Path) -> None:
 
 
 def _answer_requests(_: Path) -> None:
-    read_texts(np.frombuffer(b"red", np.uint8), np.array([0, 3]), FROM_ZERO)
+    text_categories([b"red"], FROM_ZERO)
     ids, lengths = InferTensor("INT64", np.arange(3)), InferTensor("INT32", np.array([1, 2], np.int32))
     merge([Features("rows", {"item": 4}, None).parse({"values": ids, "lengths": lengths})] * 2)
     Int8Linear(torch.ones(1, 1), None)(torch.ones(1, 1))

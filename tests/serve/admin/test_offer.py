@@ -21,10 +21,7 @@ from tierstore.serve.offer import UpdateError
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
 
-GONE = [
-    (["publish", "store", "--to", "http://a"], "tierstore serve --from URL"),
-    (["serve", "--store", "s", "--updates"], "give --from URL"),
-    (["serve", "--store", "s", "--body-bytes", "1"], "it is 64 MiB; leave it out"),
+WRONG_FLAGS = [
     (["serve", "--store", "s", "--store", "t"], "a file lists several stores, as [[stores]]"),
     (["serve", "--store", "a=s,ddr=1GiB"], "a file lists several stores, as [[stores]]"),
     (["publish", "store", "--urgent", "1"], "above 0 and below 1"),
@@ -34,8 +31,8 @@ GONE = [
 ]
 
 
-def test_old_and_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, why in GONE:
+def test_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, why in WRONG_FLAGS:
         with contextlib.suppress(SystemExit):  # of argparse
             assert cli.main(words) == 2
         assert why in capsys.readouterr().err

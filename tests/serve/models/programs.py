@@ -33,8 +33,11 @@ class OfDict(torch.nn.Module):
         return torch.cat(list(features.values()), 1) * 2
 
 
-def save(module: torch.nn.Module, path: Path, *arguments: Any, batch: Any = None, **named: Any) -> Path:
-    """Exported with a dynamic batch; ``batch`` is another Dim for it, or "static" for none."""
+def save(
+    module: torch.nn.Module, path: Path, *arguments: Any, batch: Any = None, texts: str = "", **named: Any
+) -> Path:
+    """Exported with a dynamic batch; ``batch`` is another Dim for it, or "static" for none. ``texts``: the extra file
+    "of_strings"."""
     dim = torch.export.Dim("batch") if batch is None else batch
     shapes = torch.utils._pytree.tree_map(
         lambda each: {0: dim} if isinstance(each, Tensor) else None, (arguments, named)
@@ -43,7 +46,7 @@ def save(module: torch.nn.Module, path: Path, *arguments: Any, batch: Any = None
     exported = torch.export.export(
         module.eval(), arguments, named, dynamic_shapes=None if dim == "static" else parameters
     )
-    torch.export.save(exported, path)
+    torch.export.save(exported, path, extra_files={"of_strings": texts} if texts else None)
     return path
 
 

@@ -1,6 +1,8 @@
 """Tables as models against the reads of the store, and programs of torch.export against calling them by hand."""
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from itertools import compress, pairwise
 from pathlib import Path
@@ -18,7 +20,7 @@ import tierstore
 from tests.serve.models.programs import OfDict, save, save_two_tables
 from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, require_refused, tensor
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.messages import InferTensor
+from tierstore.serve.messages import InferTensor, objects
 from tierstore.serve.models import Models, load_program
 from tierstore.serve.models import jagged as jagged_ids
 
@@ -210,7 +212,8 @@ def test_all_features_side_by_side(store: tierstore.Store, narrow: tierstore.Sto
             assert found.tobytes() == want.numpy().tobytes()
 
 
-GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}
+IDS = {"ids": tensor("INT64", [1, 2, 3])}
+GOOD = IDS | {"lengths": tensor("INT32", [2, 1])}
 WRONG = {
     "is missing: INT32": {"ids": GOOD["ids"]},
     "there is no input 'id'; did you mean 'ids'": GOOD | {"id": GOOD["ids"]},
@@ -221,6 +224,10 @@ WRONG = {
     "'lengths' has the length 9223372036854775807": GOOD | {"lengths": tensor("INT64", [2**63 - 1, 2**63 - 1])},
     "'lengths' is empty": {"ids": tensor("INT64", []), "lengths": tensor("INT32", [])},
     "'weights' has 2 elements; 'ids' has 3": GOOD | {"weights": tensor("FP32", [1, 2])},
+    "'offsets' must be INT64 or INT32 [1 * B + 1], from 0 to 3": IDS | {"offsets": tensor("INT64", [0, 2])},
+    "'offsets' must be INT64 or INT32 [1 * B + 1], from 0": IDS | {"offsets": tensor("INT64", [0, 4, 3])},
+    "the number of ids, never descending; or [1, B]": IDS | {"offsets": tensor("FP32", [[0, 2]])},
+    "there is no input 'offsets'": GOOD | {"offsets": tensor("INT64", [0, 2, 3])},
     "'weights' is nan at [1]": GOOD | {"weights": tensor("FP32", [1, float("nan"), 2])},
 }
 
@@ -228,6 +235,20 @@ WRONG = {
 def test_wrong_inputs_are_named(store: tierstore.Store) -> None:
     for message, inputs in WRONG.items():
         require_refused(Models(store).by_name["pooled.sums"], inputs, message)
+    uneven = {"values": GOOD["ids"], "offsets": tensor("INT64", [0, 1, 2, 3])}
+    require_refused(Models(store).by_name["pooled"], uneven, "'offsets' must be INT64 or INT32 [8 * B + 1], from 0")
+
+
+@pytest.mark.parametrize("name", ["pooled.sums", "pooled", "rows"])
+def test_offsets_with_the_end_and_without_stand_for_lengths(narrow: tierstore.Store, name: str) -> None:
+    model: Any = Models(narrow).by_name[name]
+    lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 0], [3, 0, 0]])[: 1 if name == "pooled.sums" else 4]
+    ends = np.cumsum([0, *lengths.reshape(-1)])
+    ids = {model.metadata.inputs[0].name: tensor("INT64", np.arange(ends[-1]))}
+    whole = lengths[0] if name == "pooled.sums" else lengths
+    forms = ("lengths", whole), ("offsets", ends), ("offsets", ends[:-1].reshape(lengths.shape))
+    found = [asked(model, ids | {key: tensor("INT64", each)})[0] for key, each in forms]
+    assert len({each.tobytes() for outputs in found for each in outputs.values()}) == 1
 
 
 # A program of torch.export against calling it by hand.
@@ -308,6 +329,31 @@ def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_
     want[0, :4] = store["sums"].read(torch.tensor([3]))[0]
     want[1, 4:] = store["half"].pooled(torch.tensor([5, 24]), torch.tensor([0, 2]))[0]
     assert found["output"].data.tobytes() == (want * 2).numpy().tobytes()
+
+
+def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp_path: Path) -> None:
+    arguments = {"sums.again": torch.zeros(2, 4), "half": torch.zeros(2, 8)}
+    keywords = {"sums.again": {"column": 1}, "half": {"seed": 7}}
+    model = served(store, save(OfDict(), tmp_path / "two.pt2", arguments, texts=json.dumps(keywords)))
+    texts = [b"red", b"17", "\u00e9".encode(), b"red", b"x" * 40]
+    sums = tierstore.ids.of_strings(texts[:3], num_embeddings=ROWS["sums"], column=1)
+    half = tierstore.ids.of_strings(texts[3:], num_embeddings=ROWS["half"], seed=7)
+    lengths = {"lengths": tensor("INT32", [[1, 2], [0, 2]])}
+    values, ids = InferTensor("BYTES", objects(texts)), tensor("INT64", torch.cat([sums, half]).numpy())
+    (found,), (want,) = (model.run([model.parse({"values": each} | lengths)]) for each in (values, ids))
+    assert found["output"].data.tobytes() == want["output"].data.tobytes()
+    holed = InferTensor("BYTES", objects([b"red", b"17", b"a", b"b", b""]))
+    require_refused(model, {"values": holed} | lengths, "of feature 'half' from position 3 on: strings[1] is empty")
+    plain = served(store, save(OfDict(), tmp_path / "plain.pt2", arguments))
+    require_refused(plain, {"values": values} | lengths, "'values' is BYTES; the model takes INT64 or INT32")
+    for wrong, message in {
+        "[1]": """is '[1]'; it must be JSON: for each feature arguments of tierstore.ids.of_strings, as {"item": """,
+        '{"half": {}}': "names ['half']; its features are ['sums.again', 'half']",
+        '{"half": {"seeds": 1}, "sums.again": {}}': "feature 'half': of_strings() got an unexpected keyword",
+        '{"half": {"seed": -1}, "sums.again": {}}': "feature 'half': seed=-1 must be in",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            served(store, save(OfDict(), tmp_path / "wrong.pt2", arguments, texts=wrong))
 
 
 WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tierstore.cli import entry as cli
 from tierstore.serve.messages import InferTensor, ServeError, Status
 from tierstore.serve.models import Models
 from tierstore.serve.models.dense import LOW
+from tierstore.serve.models.ranking import Ranking
 from tierstore.train import train
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import restore_run
@@ -96,6 +98,16 @@ def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, stor
         found = asked(model, *(query(trained.dense[part], trained.categories[part]) for part in parts))
         assert np.concatenate([each["probabilities"] for each in found]).tobytes() == trained.probabilities.tobytes()
         assert [len(each["probabilities"]) for each in found] == list(np.diff(bounds))
+
+
+def test_lists_are_cut_to_the_length_that_the_run_cut_them_to(trained: Trained, store: tierstore.Store) -> None:
+    """To one category, with another in front of it."""
+    config = replace(trained.config, data=replace(trained.config.data, max_list_length=1))
+    one = query(trained.dense, trained.categories)
+    two = np.stack([np.full_like(one["values"].data, 7), one["values"].data], 1).reshape(-1)
+    inputs = one | {"values": tensor("INT64", two), "lengths": tensor("INT32", 2 * one["lengths"].data)}
+    (found,) = asked(Ranking(store, config, None), inputs)
+    assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
 
 
 def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> None:

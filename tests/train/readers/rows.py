@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
+from tierstore.ids.texts import FROM_ZERO
 from tierstore.train.readers import Categories, CategoryRule, FeatureHasher, Schema, open_reader
-from tierstore.train.readers.categories import FROM_ZERO
 
 DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
 CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))

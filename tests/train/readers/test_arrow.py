@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tierstore.ids.texts import CategoryRule, read_texts
 from tierstore.train.readers import (
     CriteoReader,
     CsvReader,
@@ -25,7 +26,6 @@ from tierstore.train.readers import (
     open_reader,
 )
 from tierstore.train.readers import csv as csv_reader
-from tierstore.train.readers.categories import CategoryRule, read_texts
 
 from .rows import IDS, SCHEMA, TEXTS, bags, category_of, check_reader, expected_bags, some_rows, values_of, write_npy
 

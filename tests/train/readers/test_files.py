@@ -79,12 +79,32 @@ def test_what_no_format_takes_is_named(tmp_path):
     with_day = Schema(label="y", dense=(), sparse=("c", "day"))
     for path, options, reason in (
         (tmp_path / "days", {}, r"but day_0; Criteo's text format is one file: name one of the days"),
-        ("s3://bucket/x.parquet", {}, r"s3://bucket/x\.parquet is no path; .*copy the data to this machine"),
+        ("nix://bucket/x.parquet", {}, "Protocol not known: nix"),
         (tmp_path, {"schema": with_day}, r"lacks the columns day; .*Names of folders are not read as columns"),
         (tmp_path, {"schema": SCHEMA, "quoting": False}, r"data\.quoting = false is for CSV; .* is read as parquet"),
     ):
         with pytest.raises(ValueError, match=reason):
             open_reader(path, **options)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_data_at_a_url_is_read_as_a_file_here_and_again_when_it_changed(tmp_path, monkeypatch, kind):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url, there = f"{kind}://{tmp_path}/there", fsspec.filesystem(kind)
+    schema = Schema(label="y", dense=("x",), sparse=("c",))
+    for rows in (2, 3):
+        there.makedirs(f"{tmp_path}/there/b", exist_ok=True)
+        there.pipe({f"{tmp_path}/there/{name}.csv": b"y,x,c\n" + b"1,2,3\n" * rows for name in ("a", "b/c")})
+        for place, count in ((url, 2 * rows), (f"{url}/a.csv", rows), (f"{url}/b/c.csv", rows)):
+            (chunk,) = open_reader(place, schema=schema).read_chunks(0, None, 100)
+            assert len(chunk.labels) == count
+            before = sorted((tmp_path / "cache").rglob("*"))
+            assert open_reader(place, schema=schema).schema == schema
+            assert sorted((tmp_path / "cache").rglob("*")) == before
+            assert bool(before) == (kind == "memory")
+    with pytest.raises(FileNotFoundError, match="there is nothing at memory://nothing"):
+        open_reader("memory://nothing")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])

@@ -6,11 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.ids import of_strings
+from tierstore.ids.texts import MOST, modulo
 from tierstore.train import row_ids
 from tierstore.train.build import open_data
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig
 from tierstore.train.readers import Categories, FeatureHasher
-from tierstore.train.readers.categories import MOST, OutsideTableError, modulo
+from tierstore.train.readers.categories import OutsideTableError
 
 from .rows import IDS, category_of
 
@@ -86,6 +88,12 @@ def test_rows_of_categories_are_those_that_readers_train(tmp_path):
     assert row_ids(mix, "u", [17]).tolist() == trained["u"][:1]
     assert row_ids(mod, "u", torch.tensor([17, 5])).tolist() == [17, 5]
     assert row_ids(none, "u", ["ab", "17", -1]).tolist() == [category_of("ab", rule=IDS), 17, -1]
+    given = [text for text in texts if text]
+    assert of_strings(given, num_embeddings=1000, seed=IDS.seed).tolist() == trained["u"]
+    utf8 = [f"{text}x".encode() for text in texts]
+    assert of_strings(iter(utf8), num_embeddings=1000, column=1, seed=IDS.seed).tolist() == trained["v"]
+    assert of_strings(np.array(["ab", "-17"]), seed=IDS.seed).tolist() == [category_of("ab", rule=IDS), -17]
+    assert of_strings([], num_embeddings=7).tolist() == of_strings([]).tolist() == []
     for config, column, wrong, reason in (
         (mix, "u", ["a", ""], "stands for a missing category"),
         (mix, "u", ["a", -1], "stands for a missing category"),
@@ -95,3 +103,16 @@ def test_rows_of_categories_are_those_that_readers_train(tmp_path):
     ):
         with pytest.raises(ValueError, match=reason):
             row_ids(config, column, wrong)
+
+
+def test_what_has_no_id_is_refused():
+    for strings, options, message in (
+        ("red", {}, "strings is one text, 'red'; give a list"),
+        (["red", 7], {}, r"strings\[1\] is of int, not str or bytes; integers are ids already"),
+        (["red", ""], {}, r"strings\[1\] is empty, a missing category: leave it out"),
+        (["red"], {"column": 1}, "column=1 goes with num_embeddings"),
+        (["red"], {"num_embeddings": 0}, r"num_embeddings=0 must be in \[1, "),
+        (["red"], {"seed": -1}, r"seed=-1 must be in \[0, "),
+    ):
+        with pytest.raises(TypeError if message.endswith(("list", "already")) else ValueError, match=message):
+            of_strings(strings, **options)

@@ -1,5 +1,6 @@
 """A model of one's own: a program of torch.export, read from its file, its rows from the store's tiers."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,28 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...ids import of_strings
 from ...nn.checkpoint import model_state
 from ...nn.collection import TieredEmbeddingBagCollection
 from ...nn.jagged import KeyedJaggedTensor
 from ...settings.sections import nearest
 from ...store import Store, Table
+from ...system.checks import excerpt
 from ..base import Model, Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .dense import Dense, LowLinear, pack_linears
-from .jagged import Dropped, Features, JaggedIds, Merged, check_inputs, invalid, merge, parts_of, require_finite
+from .jagged import (
+    Dropped,
+    Features,
+    JaggedIds,
+    Merged,
+    check_inputs,
+    invalid,
+    lengths_of,
+    merge,
+    parts_of,
+    require_finite,
+)
 from .lookups import feature_inputs, limits_of
 
 DTYPES: Final = {"FP32": torch.float32, "INT32": torch.int32, "INT64": torch.int64}
@@ -31,7 +45,8 @@ _SMALLEST_BATCH: Final = 2
 
 class Program(NamedTuple):
     """A program; each shape begins with -1, the batch. ``weights``: parameters and buffers as the file has them.
-    ``packed``: linear layers in fewer bits."""
+    ``packed``: linear layers in fewer bits. ``texts``: arguments of ``ids.of_strings`` for each feature, where requests
+    may have texts."""
 
     path: Path
     inputs: tuple[TensorSpec, ...]
@@ -40,6 +55,7 @@ class Program(NamedTuple):
     in_spec: Any
     weights: dict[str, Tensor]
     packed: Sequence[LowLinear] = ()
+    texts: Mapping[str, Mapping[str, Any]] = {}
 
     def weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its parameters and buffers as a commit has them, of the module that was exported or of one that this was a
@@ -70,16 +86,29 @@ def load_program(path: Path, *, max_samples: int, dense: Dense = "float32") -> P
     """Read what ``torch.export.save`` wrote, and run it once. ValueError names what cannot be served."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; write one with torch.export.save")
+    extra = {"of_strings": ""}
     try:
-        exported = torch.export.load(path)
+        exported = torch.export.load(path, extra_files=extra)
     except Exception as error:
         message = f"{path} is no program that torch {torch.__version__} loads; write it with torch.export.save: {error}"
         raise ValueError(message) from error
     try:
         program = _described(path, exported, max_samples)
-        return program._replace(packed=pack_linears(program.module, dense))
+        return program._replace(packed=pack_linears(program.module, dense), texts=_texts(extra["of_strings"]))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _texts(given: str | bytes) -> dict[str, dict[str, Any]]:
+    """Of the extra file "of_strings"; {} without one."""
+    try:
+        texts = json.loads(given or "{}")
+    except ValueError:
+        texts = None
+    if not isinstance(texts, dict) or not all(isinstance(each, dict) for each in texts.values()):
+        wanted = 'JSON: for each feature arguments of tierstore.ids.of_strings, as {"item": {"seed": 7}, "user": {}}'
+        raise ValueError(f"extra file of_strings is {excerpt(given)}; it must be {wanted}")
+    return texts
 
 
 def _described(path: Path, exported: Any, max_samples: int) -> Program:
@@ -210,6 +239,8 @@ class Exported(Model):
         pooled = [table.name for name, table in self._tables.items() if len(self._specs[name].shape) == 2]
         self._collection = TieredEmbeddingBagCollection(store, tables=list(dict.fromkeys(pooled)))
         self._features = Features(program.name, limits_of(self._tables), dropped)
+        if program.texts:
+            _require_texts(program, limits_of(self._tables))
         self.metadata = ModelMetadata(
             name=program.name,
             inputs=(*self._dense, *feature_inputs(len(self._specs))),
@@ -228,7 +259,7 @@ class Exported(Model):
         return self._features.names
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self.metadata.inputs)
+        inputs = check_inputs(inputs, self.metadata.inputs, texts=bool(self._program.texts))
         num_samples = inputs["lengths"].data.shape[1]
         dense = []
         for spec in self._dense:
@@ -237,12 +268,27 @@ class Exported(Model):
             if len(array) != num_samples:
                 raise invalid(spec.name, f"has {len(array)} samples; 'lengths' has {num_samples}")
             dense.append(array)
+        if inputs["values"].datatype == "BYTES":
+            inputs = {**inputs, "values": self._ids_of(inputs)}
         jagged = self._features.parse(inputs)
         for spec, lengths in zip(self._specs.values(), jagged.lengths, strict=True):
             if len(spec.shape) == 3 and lengths.max() > spec.shape[1]:
                 what = f"has {lengths.max()} at sample {lengths.argmax()} of feature {spec.name!r}"
                 raise invalid("lengths", f"{what}; the model takes up to {spec.shape[1]} ids a sample")
         return jagged._replace(dense=dense)
+
+    def _ids_of(self, inputs: Mapping[str, InferTensor]) -> InferTensor:
+        """Of values that are texts."""
+        texts, ids, first = inputs["values"].data.tolist(), list[Any](), 0
+        counts = lengths_of(inputs, len(texts), "values").sum(1).tolist()
+        for (name, rows), count in zip(limits_of(self._tables).items(), counts, strict=True):
+            try:
+                found = of_strings(texts[first : first + count], num_embeddings=rows, **self._program.texts[name])
+            except ValueError as error:
+                raise invalid("values", f"of feature {name!r} from position {first} on: {error}") from None
+            ids.append(found.numpy())
+            first += count
+        return InferTensor("INT64", np.concatenate(ids))
 
     def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge(queries)
@@ -291,6 +337,19 @@ def _require_features(program: Program, known: Mapping[str, Any], features: Sequ
     if not known.keys() & names:
         hint = nearest("", known, all_are="the store's features are")
         raise ValueError(f"{program.path}: none of its inputs ({', '.join(names)}) is named like a feature; {hint}")
+
+
+def _require_texts(program: Program, limits: Mapping[str, int | None]) -> None:
+    """ValueError unless the program says of each feature, and no other, how its texts become ids."""
+    if program.texts.keys() != limits.keys():
+        raise ValueError(
+            f"{program.path}: extra file of_strings names {[*program.texts]}; its features are {[*limits]}"
+        )
+    for name, rows in limits.items():
+        try:
+            of_strings((), num_embeddings=rows, **program.texts[name])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{program.path}: extra file of_strings, feature {name!r}: {error}") from None
 
 
 def _require_fit(program: Program, spec: TensorSpec, owners: Mapping[str, Table]) -> None:

@@ -233,9 +233,12 @@ def invalid(name: str, what: str) -> ServeError:
 
 
 def check_inputs(
-    inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = ()
-) -> None:
-    """ServeError unless all required inputs are there and no others but optional ones; INT32 is taken for INT64."""
+    inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = (), *,
+    texts: bool = False,
+) -> Mapping[str, InferTensor]:  # fmt: skip
+    """The inputs, with lengths in the place of offsets. ServeError unless all required ones are there and no others but
+    optional ones; INT32 is taken for INT64, and with ``texts`` BYTES for values."""
+    inputs = _with_lengths(inputs, required)
     known = {spec.name: spec for spec in (*required, *optional)}
     for name in inputs:
         if name not in known:
@@ -246,13 +249,32 @@ def check_inputs(
             raise invalid(spec.name, f"is missing: {spec.datatype} {list(spec.shape)}")
     for name, tensor in inputs.items():
         spec, shape = known[name], tensor.data.shape
-        allowed = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
+        allowed: tuple[str, ...] = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
+        allowed += ("BYTES",) if texts and name == "values" else ()
         if tensor.datatype not in allowed:
             raise invalid(name, f"is {tensor.datatype}; the model takes {' or '.join(allowed)}")
         if len(shape) != len(spec.shape) or any(
             want not in (-1, have) for have, want in zip(shape, spec.shape, strict=True)
         ):
             raise invalid(name, f"has shape {list(shape)}; the model takes {list(spec.shape)}, -1 being any length")
+    return inputs
+
+
+def _with_lengths(inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec]) -> Mapping[str, InferTensor]:
+    spec = next((spec for spec in required if spec.name == "lengths"), None)
+    ids = next((inputs[spec.name] for spec in required if spec.name in ("ids", "values") and spec.name in inputs), None)
+    if spec is None or ids is None or "offsets" not in inputs or "lengths" in inputs:
+        return inputs
+    given, num_ids, num_features = inputs["offsets"], ids.data.size, max(spec.shape[0], 1)
+    ends = np.array(given.data.reshape(-1) if given.datatype in _INTEGERS else (), np.int64)
+    ends = np.append(ends, num_ids) if given.data.ndim == 2 else ends
+    lengths = np.diff(ends)
+    is_good = given.data.ndim <= 2 and len(ends) and ends[0] == 0 and ends[-1] == num_ids and not (lengths < 0).any()
+    if not is_good or len(lengths) % num_features:
+        form = f"INT64 or INT32 [{num_features} * B + 1], from 0 to {num_ids}, the number of ids, never descending"
+        raise invalid("offsets", f"must be {form}; or [{num_features}, B], without the end")
+    shaped = InferTensor("INT64", lengths if len(spec.shape) == 1 else lengths.reshape(num_features, -1))
+    return {"lengths": shaped, **{name: each for name, each in inputs.items() if name != "offsets"}}
 
 
 def lengths_of(inputs: Mapping[str, InferTensor], num_values: int, values_name: str) -> Any:

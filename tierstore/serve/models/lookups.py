@@ -100,7 +100,7 @@ class Pooled(_Lookup):
         self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in self.tables) else ()
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self.metadata.inputs, self._optional)
+        inputs = check_inputs(inputs, self.metadata.inputs, self._optional)
         return self._features.parse(inputs)
 
     def answer_at_once(self, query: JaggedIds) -> Outputs | None:
@@ -136,7 +136,7 @@ class Rows(_Lookup):
         self._rows_per_sample = max(len(self.tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // self._row_bytes))
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self.metadata.inputs)
+        inputs = check_inputs(inputs, self.metadata.inputs)
         if "lengths" in inputs:
             return self._features.parse(inputs, are_pooled=False)._replace(ids_per_sample=self._rows_per_sample)
         ids = np.array(inputs["ids"].data, np.int64)

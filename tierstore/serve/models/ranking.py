@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedError
+from ...ids.texts import CategoryRule, text_categories
 from ...models import DLRM, Towers
 from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.build import build_model
 from ...train.checkpoint import load_model
 from ...train.config import RunConfig
-from ...train.readers import CategoryRule, FeatureHasher, dense_features
-from ...train.readers.categories import read_texts
+from ...train.readers import FeatureHasher, dense_features
+from ...train.readers.categories import last_of
 from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .dense import Dense, in_float32, low_layers, pack_linears
@@ -95,13 +96,17 @@ class Ranking(Model):
                 where = f"has '' at position {texts.index(b'')}"
                 raise invalid("values", f"{where}: leave a missing category out of its bag")
         inputs = {name: _as_categories(tensor, self._rule) for name, tensor in inputs.items()}
-        check_inputs(inputs, self.metadata.inputs)
+        inputs = check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense, "send finite numbers, 0 where one is missing")
         num_samples = inputs["lengths"].data.shape[1]
         if len(dense) != num_samples:
             raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
         jagged = self._features.parse(inputs)
+        if longest := self._rule.longest:
+            lengths = np.minimum(jagged.lengths, longest)
+            kept = last_of(jagged.values, jagged.lengths.reshape(-1), longest)
+            jagged = jagged._replace(values=kept, lengths=lengths)
         ids = self._hasher.ids(jagged.values, jagged.lengths.sum(1))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return jagged._replace(values=ids, dense=treated)
@@ -134,6 +139,4 @@ def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
 def _as_categories(tensor: InferTensor, rule: CategoryRule) -> InferTensor:
     if tensor.datatype != "BYTES":
         return tensor
-    texts = tensor.data.reshape(-1).tolist()
-    categories = read_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]), rule)
-    return InferTensor("INT64", categories.reshape(tensor.data.shape))
+    return InferTensor("INT64", text_categories(tensor.data.reshape(-1).tolist(), rule).reshape(tensor.data.shape))

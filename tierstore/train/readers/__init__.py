@@ -4,12 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+from ...ids.texts import CategoryRule
 from ...system.checks import excerpt_names as _excerpt_names
+from ...system.places import is_url as _is_url
+from ...system.places import near as _near
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, Reader, Schema, dense_features
-from .categories import Categories, CategoryRule, FeatureHasher
+from .categories import Categories, FeatureHasher
 from .criteo import CriteoReader
 from .csv import CsvReader
 from .npy import NpyReader
@@ -55,13 +58,15 @@ def open_reader(
         DataError: there is nothing at the path, or what is there is not in the format.
         ValueError: an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
-    if "://" in str(path):
-        raise DataError(f"{path} is no path; readers take local files: copy the data to this machine, or mount it")
-    path = Path(path)
+    path = _near(str(path)) if _is_url(path) else Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
         data_format = _guess(path, is_criteo=replace(schema, rule=CRITEO_SCHEMA.rule) == CRITEO_SCHEMA)
+    if schema.times and data_format not in ("parquet", "npy"):
+        raise ValueError(
+            f"data.time_columns are for Parquet and npy; {path} is read as {data_format}: leave the key out"
+        )
     if data_format == "csv":
         return CsvReader(path, schema=schema, quoting=quoting)
     if not quoting:

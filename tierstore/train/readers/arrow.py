@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from ...ids.texts import MAX_CATEGORY, CategoryRule, read_texts
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Ids, Int64s
 from ...system.checks import excerpt, excerpt_names
 from .base import (
@@ -27,7 +28,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, exact_bits, offsets_of, read_texts
+from .categories import Categories, are_whole, exact_bits, offsets_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +39,7 @@ _HIDDEN: Final = (".", "_")
 """How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
 _RECORD_ROWS, _RECORD_BYTES = 32768, 8 << 20  # converted at a time: so many rows, or fewer whose values take so much
 _VALUE_BYTES: Final = 8
+_TIMES: Final = CategoryRule(are_ids=True)  # any int64
 _BUFFER_BYTES: Final = 1 << 20  # read at a time of each column
 
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -173,7 +175,9 @@ class _Record:
         if not are_finite.all():
             for column, name in enumerate(schema.dense):
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
-        values, offsets = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
+        bags = [self._bags(name, schema.rule) for name in schema.sparse]
+        bags += [self._bags(name, None) for name in schema.time_columns]
+        values, offsets = zip(*bags, strict=True)
         categories = Categories.of_columns(values, offsets, self._num_rows)
         labels = [self._labels(name) for name in schema.labels]
         weights = self._weights(schema.weight) if schema.weight else None
@@ -222,8 +226,9 @@ class _Record:
         values: Floats | Float64s = numbers.to_numpy(zero_copy_only=False)
         return values
 
-    def _bags(self, name: str, rule: CategoryRule) -> tuple[Int64s, Any]:
-        """The column's categories [N], and the offsets of its rows in them, [n + 1]; or 1, if each row has one."""
+    def _bags(self, name: str, rule: CategoryRule | None) -> tuple[Int64s, Any]:
+        """The column's categories [N], or without a rule its times, and the offsets of its rows in them, [n + 1]; or 1,
+        if each row has one."""
         import pyarrow as pa
         import pyarrow.compute
 
@@ -244,12 +249,17 @@ class _Record:
         return values, offsets if is_there is None else offsets_of(is_there)[offsets - offsets[0]]
 
     def _categories(
-        self, name: str, elements: Any, rule: CategoryRule, offsets: Ids | None = None
+        self, name: str, elements: Any, rule: CategoryRule | None, offsets: Ids | None = None
     ) -> tuple[Int64s, Bools | None]:
         """The categories of those of the elements [N] that have one, and which have, [N]; None: all. Of rows by
         ``offsets`` [n + 1], from any number on; None: each row has one."""
         import pyarrow as pa
 
+        if rule is None:
+            if not (pa.types.is_integer(elements.type) or pa.types.is_timestamp(elements.type)):
+                held = f"column {name} of type {_type(elements)} holds no times"
+                raise DataError(f"{self._path}: {held}; cast it to integers or timestamps, or to lists of them")
+            elements, rule = elements.cast(pa.int64()), _TIMES
         kind = elements.type
         is_there: Bools | None = elements.is_valid().to_numpy(zero_copy_only=False) if elements.null_count else None
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...ids.texts import FROM_ZERO, CategoryRule
 from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn.jagged import KeyedJaggedTensor
-from .categories import FROM_ZERO, Categories, CategoryRule, FeatureHasher, OutsideTableError
+from .categories import Categories, FeatureHasher, OutsideTableError
 
 
 class DataError(ValueError):
@@ -29,13 +30,15 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """Which columns a row has: a label or several, C dense ones, which may be none, F categorical ones, the model's
-    feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become."""
+    feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become.
+    ``times``: pairs of a categorical column and one that has a time for each of its values."""
 
     label: str | tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     rule: CategoryRule = FROM_ZERO
     weight: str = ""
+    times: tuple[tuple[str, str], ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -45,16 +48,24 @@ class Schema:
     @property
     def columns(self) -> list[str]:
         """The names of all."""
-        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.sparse]
+        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.sparse, *self.time_columns]
 
     def __post_init__(self) -> None:
         names = self.columns
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(
-                f"columns named more than once as label, weight, dense or sparse: {sorted(twice)}; name each once"
+                f"columns named more than once as label, weight, dense, sparse or time: {sorted(twice)}; name each once"
             )
+        for column, time in self.times:
+            if column not in self.sparse:
+                raise ValueError(f"data.time_columns: {time!r} has the times of {column!r}, which is no sparse column")
         if not self.sparse:
             raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
+
+    @property
+    def time_columns(self) -> tuple[str, ...]:
+        """The columns that have times."""
+        return tuple(time for _, time in self.times)
 
 
 MAX_REASON: Final = 200  # characters of another library's words in a message
@@ -70,7 +81,7 @@ class RawRows(NamedTuple):
     """[n], or [n, L] of several: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
-    categories: Categories  # of F columns
+    categories: Categories  # of F columns, then of times
     weights: Floats | None = None
     """[n], 0 or more."""
 
@@ -99,6 +110,7 @@ class Batch:
     labels: Tensor
     total_rows: int  # of the batch that this is a part of; B if it is whole
     weights: Tensor | None = None
+    times: KeyedJaggedTensor | None = None  # int64, by their columns; one for each id of the categorical column
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -171,8 +183,10 @@ class Reader(ABC):
                     )
                 first = total * part // parts
                 rows = whole if parts == 1 else whole.take(np.arange(first, total * (part + 1) // parts))
+                self._require_times(rows.categories, row + first)
+                sparse, times = rows.categories.last(self.schema.rule.longest).split(len(self.schema.sparse))
                 try:
-                    values, offsets = map(torch.from_numpy, hasher(rows.categories))
+                    values, offsets = map(torch.from_numpy, hasher(sparse))
                 except OutsideTableError as error:
                     place = f"{self.place(row + first + error.row)}, column {self.schema.sparse[error.column]}"
                     raise DataError(f"{place}: {error}") from None
@@ -182,12 +196,28 @@ class Reader(ABC):
                     labels=torch.from_numpy(np.maximum(rows.labels, np.float32(0))),
                     total_rows=total,
                     weights=None if rows.weights is None else torch.from_numpy(rows.weights),
+                    times=times_of(self.schema.time_columns, times) if times.columns else None,
                 )
                 row += total
             if stop_row is not None and row < stop_row:
                 raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
 
         return read()
+
+    def _require_times(self, categories: Categories, row: int) -> None:
+        """DataError unless each category of a column with times has one; ``row``: the number of the first."""
+        sparse = self.schema.sparse
+        for place, (column, time) in enumerate(self.schema.times, len(sparse)):
+            counts = np.diff(categories.offsets[[sparse.index(column), place]])
+            for at in np.flatnonzero(counts[0] != counts[1])[:1].tolist():
+                found = f"{counts[0, at]} categories in {column}, {counts[1, at]} times in {time}"
+                raise DataError(f"{self.place(row + at)}: {found}; each needs one, and null counts as none")
+
+
+def times_of(names: Sequence[str], times: Categories) -> KeyedJaggedTensor:
+    values = np.concatenate(times.columns)
+    offsets = np.append(times.offsets[:, :-1], len(values))
+    return KeyedJaggedTensor(names, torch.from_numpy(values), offsets=torch.from_numpy(offsets))
 
 
 def require_data_file(path: Path) -> None:

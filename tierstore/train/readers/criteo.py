@@ -11,11 +11,12 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
+from ...ids.texts import MISSING, CategoryRule, read_text
 from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
 from ...system.checks import excerpt
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, require_data_file
-from .categories import MISSING, Categories, CategoryRule, read_text
+from .categories import Categories
 
 BUFFER_BYTES: Final = 1 << 20  # text held at a time, and so the longest line
 _GZIP_MAGIC: Final = b"\x1f\x8b"

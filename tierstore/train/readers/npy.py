@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...ids.texts import MAX_CATEGORY, MISSING, CategoryRule
 from ...kernels.arrays import Bools, Int64s
 from .base import (
     CRITEO_SCHEMA,
@@ -22,7 +23,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, exact_bits, offsets_of
+from .categories import Categories, are_whole, exact_bits, offsets_of
 
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
@@ -47,7 +48,7 @@ class NpyReader(Reader):
     - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
     - ``sparse.npy`` [N, F]: one category a column. Or an array for each column: ``NAME.npy`` [N], or [N, K] for up to K
       categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
-      ``offsets[r + 1]``.
+      ``offsets[r + 1]``; or [N], without the end.
 
     Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
     -1 is. DataError where a file is missing, is no array of the right kind, or is longer than another.
@@ -72,8 +73,9 @@ class NpyReader(Reader):
             self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.sparse),))
             lengths["sparse.npy"] = len(self._matrix)
         else:
-            self._columns = [_Column.open(self.path, name) for name in schema.sparse]
-            lengths |= {column.path.name: column.num_rows for column in self._columns}
+            self._columns = [_Column.open(self.path, name, len(self._label)) for name in schema.sparse]
+        self._times = [_Column.open(self.path, name, len(self._label), "iu") for name in schema.time_columns]
+        lengths |= {column.path.name: column.num_rows for column in (*self._columns, *self._times)}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
         self.files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
@@ -98,15 +100,21 @@ class NpyReader(Reader):
             yield rows
 
     def _categories(self, begin: int, end: int) -> Categories:
+        read = [column.read(begin, end, self.schema.rule) for column in self._columns]
         if self._matrix is not None:
             matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
-            return Categories.of_matrix(matrix)
-        values, offsets = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
+            categories = Categories.of_matrix(matrix)
+            if not self._times:
+                return categories
+            read = list(zip(categories.columns, categories.offsets, strict=True))
+        read += [column.read(begin, end, None) for column in self._times]
+        values, offsets = zip(*read, strict=True)
         return Categories.of_columns(values, offsets, end - begin)
 
 
 class _Column(NamedTuple):
-    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says."""
+    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says; the end of the
+    last row may be left out."""
 
     path: Path
     values: NDArray[Any]
@@ -114,23 +122,27 @@ class _Column(NamedTuple):
     num_rows: int
 
     @classmethod
-    def open(cls, folder: Path, name: str) -> "_Column":
+    def open(cls, folder: Path, name: str, num_rows: int, kinds: str = "biuf") -> "_Column":
         path, offsets_path = folder / f"{name}.npy", folder / f"{name}.offsets.npy"
         if offsets_path.exists():
-            values, offsets = _map(path, "biuf", ()), _map(offsets_path, "iu", ())
-            if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
-                raise DataError(f"{offsets_path}: offsets go from 0 to {len(values)}, the length of {path.name}")
-            return cls(path, values, offsets, len(offsets) - 1)
-        values = _map(path, "biuf", None)
+            values, offsets = _map(path, kinds, ()), _map(offsets_path, "iu", ())
+            has_end, last = len(offsets) != num_rows, int(offsets[-1]) if len(offsets) else -1
+            if last < 0 or offsets[0] != 0 or (last != len(values) if has_end else last > len(values)):
+                form = f"offsets go from 0 to {len(values)}, the length of {path.name}"
+                raise DataError(f"{offsets_path}: {form}; without that end there is one for each of {num_rows} rows")
+            return cls(path, values, offsets, len(offsets) - has_end)
+        values = _map(path, kinds, None)
         size = 1 if values.ndim == 1 else values.shape[1]
         return cls(path, values.reshape(-1), size, len(values))
 
-    def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int]:
-        """Categories of rows ``[begin, end)``, and the offsets of rows, from any number on, or the length of each."""
+    def read(self, begin: int, end: int, rule: CategoryRule | None) -> tuple[Int64s, Int64s | int]:
+        """Categories of rows ``[begin, end)``, or all integers without a rule, and the offsets of rows, from any number
+        on, or the length of each."""
         if isinstance(self.offsets, int):
             offsets = np.arange(begin, end + 1) * self.offsets
         else:
             offsets = self.offsets[begin : end + 1].astype(np.int64)
+            offsets = offsets if len(offsets) > end - begin else np.append(offsets, len(self.values))
             are_in_order = offsets[1:] >= offsets[:-1]
             if not are_in_order.all():
                 path = self.path.with_suffix(".offsets.npy")
@@ -143,7 +155,7 @@ class _Column(NamedTuple):
         return categories[is_there], offsets_of(is_there)[offsets - offsets[0]]
 
 
-def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
+def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule | None) -> tuple[Int64s, bool]:
     """Categories of the array's shape, or ``MISSING``, a view where that is what it holds; and whether it is known that
     none is missing. ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
@@ -153,6 +165,8 @@ def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: Category
     if array.dtype.kind == "u":
         _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
     categories: Int64s = np.require(array, np.int64, "A")
+    if rule is None:
+        return categories, True
     least = categories.min(initial=0)
     return categories if least >= rule.least else np.where(categories < 0, MISSING, categories), bool(least >= 0)
 
