@@ -4,7 +4,6 @@ valid one. Run files and plan files are such."""
 import contextlib
 import dataclasses
 import difflib
-import keyword
 import re
 import tomllib
 import types
@@ -150,7 +149,8 @@ def load_sections(
         table = tables.setdefault(section, {})
         for name in names:
             inner = table.get(name)
-            table[name] = table = inner if isinstance(inner, dict) else {}
+            table[name] = inner if isinstance(inner, dict) else {}
+            table = table[name]
         table[last] = value
     return sections_of(cls, tables, str(path), origins)
 
@@ -202,15 +202,15 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
 def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:
     cls = known[name]
     hints = get_type_hints(cls)
+    attributes = {attribute.rstrip("_"): attribute for attribute in hints}  # "class_" of the key "class"
     values = {}
     for key, value in keys.items():
-        attribute = f"{key}_" if keyword.iskeyword(key) else key
-        if attribute not in hints:
+        if key not in attributes:
             elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
-            hint = nearest(key, hints, otherwise=next(iter(elsewhere), ""))
+            hint = nearest(key, attributes, otherwise=next(iter(elsewhere), ""))
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
-            values[attribute] = converted(value, hints[attribute], f"{name}.{key}")
+            values[attributes[key]] = converted(value, hints[attributes[key]], f"{name}.{key}")
         except ConfigError as error:
             raise ConfigError(f"{source[key]}: {error}") from None
     try:

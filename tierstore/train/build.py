@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,15 +65,19 @@ def dense_state(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def loaded(name: str, key: str) -> Any:
-    """What a key's "package.module:name" is, looked for in the current folder, too. ConfigError: it is not there."""
+    """The class or function of a key's "package.module:name", looked for in the current folder, too. ConfigError: it is
+    not there, or cannot be called."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+        found = attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         way = "give package.module:name, installed or in the folder where tierstore is started"
         raise ConfigError(f"{key} = {name!r} cannot be imported: {error}; {way}") from error
+    if not callable(found):
+        raise ConfigError(f"{key} = {name!r} is of type {type(found).__name__}; name a class or function")
+    return found
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
@@ -143,7 +148,7 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     torch.manual_seed(config.train.seed)
     modules = build_towers(config)
     embeddings = processes.make_embeddings(store, [table_config.name for table_config in configs], modules)
-    model = build_model(config, embeddings, modules)
+    model = _build_class(config, embeddings) if config.model.class_ else build_model(config, embeddings, modules)
     model.to(processes.local(store).device)
     section = config.optimizer
     rules: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
@@ -157,15 +162,25 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     return Run(store, model, embeddings, optimizer, processes, *given)
 
 
+def _build_class(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> nn.Module:
+    """The model of ``model.class``, which is imported. ConfigError: of that key or its arguments."""
+    made, name = loaded(config.model.class_, "model.class"), f"model.class = {config.model.class_!r}"
+    try:
+        given = inspect.signature(made).bind(embeddings, num_dense=len(config.data.dense_columns), **config.model.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}, model.args: {error}") from error
+    model = made(*given.args, **given.kwargs)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} makes {type(model).__name__}; name a class of torch.nn.Module")
+    return model
+
+
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> Any:
-    """The model over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
-    were drawn before, which ``embeddings`` over towers' hosts runs itself. ConfigError: of ``model.class``."""
+    """The DLRM over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
+    were drawn before, which ``embeddings`` over towers' hosts runs itself. ValueError: the run has a ``model.class``,
+    which only a run's trainer imports."""
     if config.model.class_:
-        made = loaded(config.model.class_, "model.class")
-        try:
-            return made(embeddings, num_dense=len(config.data.dense_columns), **config.model.args)
-        except TypeError as error:
-            raise ConfigError(f"model.class = {config.model.class_!r}, model.args: {error}") from error
+        raise ValueError(f"model.class = {config.model.class_!r}: only tierstore train makes a model of that class")
     modules: Any = build_towers(config) if towers is None else towers
     is_plain = not modules or isinstance(embeddings, TowerTieredEmbeddingBagCollection)
     shape = {"num_features": len(config.data.sparse_columns), "embedding_dim": config.embedding.dim}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ReadOnlyError
+from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
 from ..system.checks import excerpt
@@ -51,6 +52,17 @@ class Position:
     tested: int = 0
     tests_since: int = 0
     ended: int = 0
+
+    def after(self, value: float) -> "Position":
+        """The same, tested with that figure."""
+        if self.best is None or value < self.best:
+            return replace(self, best=value, best_version=0, tested=self.step, tests_since=0)
+        return replace(self, tested=self.step, tests_since=self.tests_since + 1)
+
+    def dropped(self, versions: Sequence[int], keep: int) -> Sequence[int]:
+        """Versions of a store that the next commit drops to leave ``keep``, itself included, besides the best."""
+        others = [version for version in versions if version != self.best_version]
+        return others[: 1 - keep] if keep > 1 else others
 
 
 def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
@@ -132,6 +144,8 @@ def restore_run(run: Run) -> Position:
         return Position()
     saved = _saved(run.store)
     tensors = run.store.tensors()
+    if not isinstance(run.model, DLRM):
+        _require_same_model(run.model, tensors, str(saved["config"]["model"].get("class")))
     load_model(run.model, tensors)
     states: dict[int, dict[str, Tensor]] = {}
     for index, name in enumerate(dense_parameters(run.model)):
@@ -146,17 +160,28 @@ def restore_run(run: Run) -> Position:
     return replace(position, best_version=best)
 
 
+def _require_same_model(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+    """ValueError, naming the first tensor that differs, unless a commit has those of the model's dense state."""
+    own = {f"model.{key}": list(each.shape) for key, each in dense_state(model).items()}
+    saved = {key: list(each.shape) for key, each in tensors.items() if key.startswith("model.")}
+    for key in sorted(own.keys() | saved.keys()):
+        if (a := own.get(key, "none")) != (b := saved.get(key, "none")):
+            found = f"model.class = {name!r} has {key} of shape {a}, the commit {b}"
+            raise ValueError(f"{found}; resume with the class that the run was begun with")
+
+
 def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
-    """The run of a DLRM whose commit has this ``extra``; None if none committed it, as of a run with a model class of
-    its own: code that a store names is run by its trainer alone. ConfigError if it is of another release."""
+    """The run of a DLRM whose commit has this ``extra``; None if no run committed it, or one with a ``model.class``:
+    only the trainer imports code that a run names. ConfigError if it is of another release."""
     saved = extra.get(_EXTRA_KEY)
-    if saved is None or saved["config"]["model"].get("class"):
+    if saved is None:
         return None
-    config = {
+    sections = {
         section: {key: value for key, value in keys.items() if f"{section}.{key}" != _GONE}
         for section, keys in saved["config"].items()
     }
-    return sections_of(RunConfig, config, origin)
+    config = sections_of(RunConfig, sections, origin)
+    return None if config.model.class_ else config
 
 
 def _saved(store: Any) -> dict[str, Any]:

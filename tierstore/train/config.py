@@ -35,6 +35,12 @@ def _require(condition: bool, key: str, value: object, expected: str) -> None:
         raise ConfigError(f"{key} = {excerpt(value)}: expected {expected}")
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of texts, numbers and truth values only."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(each, str | int | float) if each is value else _is_plain(each) for each in items)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreSection(Checked):
     """[store]: where the tables live and what memory they get. Nothing here but ``device`` changes a result."""
@@ -89,7 +95,7 @@ class DataSection(Checked):
     )
     max_list_length: int = option(0, "categories of a list to keep, the last ones; 0: all", low=0, high=_MAX_COUNT)
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
-    shuffle_rows: int = option(0, "rows shuffled together, in memory: a multiple of train.batch_size; 0: none", low=0)
+    shuffle_rows: int = option(0, "rows to shuffle in memory, in multiples of batch_size; 0: none", low=0, high=1 << 26)
     shuffle_files: bool = option(False, "each epoch reads the folder's files in another order (Parquet, CSV)")
     check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
 
@@ -100,7 +106,8 @@ class DataSection(Checked):
         good, labels, weights = not (self.shuffle_files and self.train_rows), self.labels, self.label_weights
         _require(good, "data.train_rows", self.train_rows, "0 with data.shuffle_files; test on data.test_path")
         _require(bool(labels), "data.label_column", self.label_column, "the name of a column")
-        good = not weights or (len(weights) == len(labels) > 1 and min(weights) >= 0 < max(weights) <= _MAX_RATE)
+        are_weights = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights)
+        good = not weights or (len(weights) == len(labels) > 1 and are_weights)
         _require(good, "data.label_weights", weights, "a weight of 0 or more for each of several labels, not all 0")
         are_pairs = all(len(each) == 2 for each in self.time_columns)
         _require(are_pairs, "data.time_columns", self.time_columns, "pairs of a sparse column and that of its times")
@@ -187,7 +194,7 @@ class ModelSection(Checked):
         _require(self.tower_per_feature + self.tower_flat > 0, "model.tower_flat", 0, "1 or more vectors of a tower")
         _require(bool(self.class_) or not self.args, "model.args", self.args, "none without model.class")
         _require(not self.class_ or not self.towers, "model.towers", self.towers, "none with model.class")
-        _require("datetime." not in repr(self.args), "model.args", self.args, "no dates; write them as strings")
+        _require(_is_plain(self.args), "model.args", self.args, "no dates; write them as strings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +248,7 @@ class TrainSection(Checked):
 
     batch_size: int = option(128, "rows of a step; over ranks, of all together", low=1, high=1 << 24)
     epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
-    seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
+    seed: int = option(0, "of the first weights, of shuffling and of dropout", low=0, high=_MAX_COUNT)
     prefetch_depth: int | Literal["auto"] = option(
         "auto", 'batches whose rows are fetched ahead; "auto": 2 where that is faster', low=0, high=_MAX_THREADS
     )
@@ -297,6 +304,9 @@ class RunConfig:
         size, batch = self.data.shuffle_rows, self.train.batch_size
         _require(not size % batch, "data.shuffle_rows", size, f"a multiple of train.batch_size, {batch:,}")
         tests = (self.train.test_each_epoch, self.train.test_every_steps, self.train.test_every_minutes)
+        every = self.train.test_every_steps or self.train.test_every_minutes
+        good, expected = self.data.has_test or not every, "0 without data.test_rows and data.test_path"
+        _require(good, "train.test_every_steps or test_every_minutes", every, expected)
         wanted, good = self.train.patience or self.train.keep_best, self.data.has_test and any(tests)
         expected = "none without test rows and train.test_each_epoch, test_every_steps or test_every_minutes"
         _require(good or not wanted, "train.patience or keep_best", wanted, expected)

@@ -141,6 +141,7 @@ class Summary:
     end_bytes: int
     """The process's own memory when training ended, without mapped pages of files, which the system takes back."""
     bits: str | None  # digest of all rows of all tables and the dense weights: equal digests, equal bits
+    ended: int = 0  # epochs that it was to have, if it ended early or at its best version
     recorded: str | None = None  # what the run recorded of its lookups, and where
     ranks: tuple[RankSummary, ...] = ()  # of each rank, in order; none of one process
     history: tuple[Point, ...] = ()
@@ -180,7 +181,8 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
     test, rows, epochs = run["test"] or {}, run["rows"], run["epochs"]
     trained = f"{rows:,} rows in {run['seconds']:.1f} s"
     if not rows and not run["interrupted"]:
-        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {epochs + 1} goes on"
+        more = max(epochs, run.get("ended", 0)) + 1
+        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {more} goes on"
     figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
     losses = {"training loss": run["loss"], "test AUC": test.get("auc"), "test log loss": test.get("log_loss")}
     for name, own in test.get("labels", {}).items():

@@ -41,7 +41,7 @@ from .config import OptimizerSection, RunConfig, TrainSection
 from .metrics import Evaluation, Predictions, training_loss
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .records import Record, listeners
+from .records import Record, Thinned, listeners
 from .summary import History, RankSummary, Summary, digest_bits, own_bytes, together
 
 _STEPS: Final = 4
@@ -97,8 +97,9 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         training = _Training(config, reader, test_reader, hasher, build_run(config, store, processes))
         run = training.run
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
-        told = listeners(TrainSection() if processes.rank else config.train, training.position.step, resume=resume)
-        with recorder or contextlib.nullcontext(), told as training.listeners:
+        done = math.inf if training.is_whole else training.position.step
+        reported = listeners(TrainSection() if processes.rank else config.train, done, resume=resume)
+        with recorder or contextlib.nullcontext(), reported as training.listeners:
             training.train()
             folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
             ranks = processes.gather(RankSummary(folder, tiers, begun, end))
@@ -118,6 +119,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             interrupted=not training.is_whole,
             step=training.position.step,
             epochs=training.position.epoch,
+            ended=training.position.ended,
             rows=history[-1].samples,
             seconds=history[-1].seconds,
             samples_per_second=history[-1].samples / history[-1].seconds,
@@ -237,18 +239,38 @@ class _Training:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
         self.run.model.train()
         with contextlib.closing(self.progress), StopRequest() as stop:
+            if not self.is_whole:
+                self._go_on()
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
+            if self._config.train.keep_best and self.is_whole:
+                self._show_best()
             self._end_commit()
-            best, is_kept = self.position.best_version, self._config.train.keep_best
-            if is_kept and self.is_whole and self.position.tests_since and best in self.run.local.versions:
-                self.run.store.rollback(best)
-                self.position = replace(restore_run(self.run), best_version=0, ended=self._config.train.epochs)
-                self.progress.say(f"version {best} tested best, at step {self.position.step:,}")
             if self.position != self._commit[0]:
                 self._begin_commit()
                 self._end_commit(is_said=False)
         self.history.close()
+
+    def _go_on(self) -> None:
+        """Count tests again after an early end, and take the test that a stop, or test rows that could not be read,
+        left out."""
+        section, position = self._config.train, self.position
+        if position.ended:
+            self.position = replace(position, tests_since=0, ended=0)
+        is_of_epoch = section.test_each_epoch and not position.row
+        is_due = section.test_every_steps and not position.step % section.test_every_steps
+        if position.step and (is_of_epoch or is_due):
+            self._test(f"step {position.step:,}")
+
+    def _show_best(self) -> None:
+        """Go back to the version that tested best, the last one included."""
+        self._test(f"step {self.position.step:,}")
+        self._end_commit()
+        version = self.position.best_version
+        if self.position.tests_since and version in self.run.local.versions:
+            self.run.store.rollback(version)
+            self.position = replace(restore_run(self.run), best_version=0, ended=self._config.train.epochs)
+            self.progress.say(f"version {version} tested best, at step {self.position.step:,}")
 
     def _train_epoch(self, stop: StopRequest) -> None:
         section, every = self._config.train, self._config.train.commit_every
@@ -266,7 +288,7 @@ class _Training:
                 step, row = self.position.step + 1, self.position.row + batch.total_rows
                 self.position = replace(self.position, step=step, row=row)
                 self.progress.step(batch.total_rows)
-                self._tell("step", self.position, loss=loss)
+                self._report("step", self.position, loss=loss)
                 if self._stopped:
                     return
                 seconds, tests_every = 60 * section.test_every_minutes, section.test_every_steps
@@ -288,38 +310,36 @@ class _Training:
             self._test(f"epoch {self.position.epoch:,}")
 
     def _test(self, when: str) -> None:
-        """Test, and commit with what came out, which may end the run; of a DataError, without."""
-        section, position = self._config.train, replace(self.position, tested=self.position.step)
-        if not self._config.data.has_test or position == self.position:
+        """Test unless that was done, and commit with what came out, which may end the run; of a DataError, without."""
+        section = self._config.train
+        if not self._config.data.has_test or self.position.tested == self.position.step:
             return
         self._end_commit()
         try:
-            found = self.evaluate()
+            rows, auc, loss, _ = self.evaluate()
+            if section.best_by == "auc" and math.isnan(auc):
+                raise DataError("test labels are all alike, so there is no AUC: test others, or train by log_loss")
         except DataError:
             self._begin_commit()
             self._end_commit()
             raise
         self._tested_at = time.monotonic()
         self.run.model.train()
-        rows, auc, loss, labels = found
         self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
-        of_labels = {f"{key}/{each.name}": getattr(each, key) for each in labels for key in ("auc", "log_loss")}
-        self._tell("test", self.position, auc=auc, log_loss=loss, **of_labels)
-        value = loss if section.best_by == "log_loss" else -auc
-        if self.position.best is None or value < self.position.best:
-            self.position = replace(position, best=value, best_version=0, tests_since=0)
-        else:
-            self.position = replace(position, tests_since=position.tests_since + 1)
+        self.position = self.position.after(loss if section.best_by == "log_loss" else -auc)
         if section.patience and self.position.tests_since >= section.patience:
             self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
             self.position = replace(self.position, ended=section.epochs)
         self._begin_commit()
 
     def _begin_commit(self) -> None:
-        best, local = self.position.best_version, self.run.local
+        for call in self.listeners:
+            if isinstance(call, Thinned):
+                call.flush()
+        best, local, keep = self.position.best_version, self.run.local, self._config.store.keep
         if self._config.train.keep_best:  # that one stays, besides the last ones
-            others, keep = [version for version in local.versions if version != best], self._config.store.keep
-            local.dropped, local.keep = others[: len(others) + 1 - keep], keep + (best in local.versions)
+            local.dropped = self.position.dropped(local.versions, keep)
+            local.keep = keep + (best in local.versions)
         self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
         if self.position.best is not None:
             self.position = replace(self.position, best_version=best or self._pending.version)
@@ -332,9 +352,9 @@ class _Training:
             (position, loss), version = self._commit, pending.result()
             if is_said:
                 self.progress.say(f"step {position.step:,}: committed version {version}, loss {loss:.4f}")
-            self._tell("commit", position, version=version)
+            self._report("commit", position, version=version)
 
-    def _tell(self, event: Literal["step", "test", "commit"], position: Position, **figures: Any) -> None:
+    def _report(self, event: Literal["step", "test", "commit"], position: Position, **figures: Any) -> None:
         record = Record(event, position.step, position.epoch, self.history.samples, figures)
         for call in self.listeners:
             call(record)
@@ -354,7 +374,7 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, of all processes; the result is kept until the next step."""
+        """Evaluate on the test rows, of all processes, and report it; the result is kept until the next step."""
         if self._tested is not None and self._tested[0] == self.position.step:
             return self._tested[1]
         data, predictions = self._config.data, Predictions()
@@ -367,6 +387,9 @@ class _Training:
         every = Predictions.merged(self.run.processes.gather(predictions))
         found = every.evaluate(data.labels, data.label_weights)
         self._tested = self.position.step, found
+        if self.position.tested != self.position.step:  # else it was reported
+            each = {f"{key}/{own.name}": getattr(own, key) for own in found.labels for key in ("auc", "log_loss")}
+            self._report("test", self.position, auc=found.auc, log_loss=found.log_loss, **each)
         return found
 
 
@@ -422,7 +445,10 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     dense, own = dense_parameters(run.model), own_tensors(run.model)
-    gradients = [each.grad for name, each in dense.items() if name not in own and each.grad is not None]
+    shared = [each for name, each in dense.items() if name not in own and each.requires_grad]
+    for each in shared if run.processes.size > 1 else ():
+        each.grad = torch.zeros_like(each) if each.grad is None else each.grad  # another rank may have one
+    gradients = [each.grad for each in shared if each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
     if run.clip_norm:
         norm = get_total_norm(gradients)
