@@ -69,3 +69,7 @@ def test_lists_are_cut_to_their_last_values_with_weights_and_gradients(count: in
     assert rows.grad[:, 0].tolist() == [float(each in kept.values().tolist()) for each in VALUES.tolist()]
     with pytest.raises(ValueError, match="count=0 must be in"):
         batch.last(0)
+    all_kept = KeyedJaggedTensor(list(LISTS), VALUES, lengths=LENGTHS.int()).last(2**31)
+    assert (lists_of(all_kept), all_kept.lengths().dtype) == (LISTS, torch.int32)
+    both = tierstore.JaggedTensor(VALUES, lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 5, 8]))
+    assert (both.lengths().tolist(), both.last(count).lengths().tolist()) == ([5, 3], [count, count])

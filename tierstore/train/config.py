@@ -90,9 +90,6 @@ class DataSection(Checked):
     weight_column: str = option("", 'column of weights of rows in the loss, 0 or more; "": all 1')
     dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns, if any")
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
-    time_columns: tuple[tuple[str, ...], ...] = option(
-        (), 'sparse columns with the column of their times, as [["history", "history_time"]] (Parquet, npy)'
-    )
     max_list_length: int = option(0, "categories of a list to keep, the last ones; 0: all", low=0, high=_MAX_COUNT)
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
     shuffle_rows: int = option(0, "rows to shuffle in memory, in multiples of batch_size; 0: none", low=0, high=1 << 26)
@@ -109,8 +106,6 @@ class DataSection(Checked):
         are_weights = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights)
         good = not weights or (len(weights) == len(labels) > 1 and are_weights)
         _require(good, "data.label_weights", weights, "a weight of 0 or more for each of several labels, not all 0")
-        are_pairs = all(len(each) == 2 for each in self.time_columns)
-        _require(are_pairs, "data.time_columns", self.time_columns, "pairs of a sparse column and that of its times")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -120,7 +115,7 @@ class DataSection(Checked):
     @property
     def rule(self) -> CategoryRule:
         """What values of categorical columns become."""
-        return CategoryRule(self.hashing == "none", self.hash_seed, self.max_list_length)
+        return CategoryRule(are_ids=self.hashing == "none", seed=self.hash_seed)
 
     @property
     def has_test(self) -> bool:
