@@ -54,6 +54,8 @@ def test_features_with_different_numbers_of_samples_are_refused(kind: Any) -> No
         store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=4))
         with pytest.raises(ValueError, match="different numbers of samples: give those with as many"):
             kind(store)(batch)
+        with pytest.raises(ValueError, match=r"They are taken with the end, \[bags \+ 1\]$"):
+            kind(store)(KeyedJaggedTensor(["a"], VALUES, offsets=torch.tensor([0, 9])))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

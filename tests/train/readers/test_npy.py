@@ -83,7 +83,7 @@ def test_wrong_categories_are_named(tmp_path):
             r"c\.offsets\.npy holds \[4\]; expected \[3 \+ 1\] offsets, with the end, from 0 to 4",
         ),
         (np.arange(4), [0, 2, 3], r"c\.offsets\.npy holds \[3\]; expected \[3 \+ 1\]"),
-        (np.arange(4), [0, 9, 3, 4], r"c\.offsets\.npy, row 0: 9 is not from the offset before it to 4"),
+        (np.arange(4), [0, 9, 3, 4], r"c\.offsets\.npy, row 0: 9 is not from the last to 4"),
         (np.arange(4), [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2"),
         (np.arange(4), [0, 4], r"differ in rows: .*'c\.npy': 1"),
     ):

@@ -21,7 +21,6 @@ from ...settings.sections import nearest
 from ...store import Store, Table
 from ...system.checks import excerpt
 from ...train.checkpoint import saved_config
-from ...train.config import DataSection
 from ..base import Model, Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .dense import Dense, LowLinear, pack_linears
@@ -349,7 +348,11 @@ def _texts_of(program: Program, tables: Mapping[str, Table], store: Store) -> di
     run, texts = saved_config(store.extra, str(store.directory)), dict[str, dict[str, Any]]()
     for name, rows in limits_of(tables).items():
         try:
-            own = {} if run is None or name not in run.data.sparse_columns else _trained_by(run.data, name)
+            own = {} if run is None or name not in run.data.sparse_columns else {"seed": run.data.hash_seed}
+            if run is not None and own and run.data.hashing == "mod":
+                raise ValueError('the run has data.hashing = "mod", where texts have no rows: leave the file out')
+            if run is not None and own and rows is not None:
+                own["column"] = run.data.sparse_columns.index(name)
             texts[name] = {**own, **program.texts[name]}
             if any(texts[name][key] != value for key, value in own.items()):
                 raise ValueError(f"{program.texts[name]} is not what the run trained by, {own}: leave it out")
@@ -357,12 +360,6 @@ def _texts_of(program: Program, tables: Mapping[str, Table], store: Store) -> di
         except (TypeError, ValueError) as error:
             raise ValueError(f"{program.path}: extra file of_strings, feature {name!r}: {error}") from None
     return texts
-
-
-def _trained_by(data: DataSection, name: str) -> dict[str, int]:
-    if data.hashing == "mod":
-        raise ValueError('the run has data.hashing = "mod", where texts have no rows: leave the extra file out')
-    return {"seed": data.hash_seed} | ({"column": data.sparse_columns.index(name)} if data.hashing == "mix" else {})
 
 
 def _require_fit(program: Program, spec: TensorSpec, owners: Mapping[str, Table]) -> None:

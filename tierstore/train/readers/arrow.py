@@ -240,9 +240,8 @@ class _Record:
         if not (pa.types.is_integer(elements.type) or pa.types.is_timestamp(elements.type)):
             held = f"column {names[1]} of type {_type(elements)} holds no times"
             raise DataError(f"{self._path}: {held}; cast it to integers or timestamps, or to lists of them")
-        one = np.arange(self._num_rows + 1)
-        rows = (one if places is None else places), (one if own is None else own)
-        kept = are_kept((self._path, self._row), names, *rows, is_there)
+        rows, ends = (np.arange(self._num_rows + 1) if each is None else each for each in (places, own))
+        kept = are_kept((self._path, self._row), names, rows, ends, is_there)
         times = elements.cast(pa.int64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
         good = elements.is_valid().to_numpy(zero_copy_only=False) & ((times >= 0) | (elements.type != pa.uint64()))
         self._check_elements(

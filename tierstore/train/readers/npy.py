@@ -108,7 +108,6 @@ class NpyReader(Reader):
             yield RawRows(label, dense, Categories.of_matrix(matrix), weights=weights)
 
     def _bags(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
-        """Values and offsets of each column, and of the times beside them."""
         bags, times = list[Any](), list[Any]()
         for name, column in zip(self.schema.sparse, self._columns, strict=True):
             values, offsets, is_there = column.read(begin, end, self.schema.rule)
@@ -163,8 +162,7 @@ class _Column(NamedTuple):
             return np.arange(begin, end + 1) * self.offsets
         offsets: Int64s = self.offsets[begin : end + 1].astype(np.int64)
         good = (offsets[1:] >= offsets[:-1]) & (offsets[1:] <= len(self.values))
-        path = self.path.with_suffix(".offsets.npy")
-        _check(path, begin, offsets[1:], good, f"from the offset before it to {len(self.values)}")
+        _check(self.path.with_suffix(".offsets.npy"), begin, offsets[1:], good, f"from the last to {len(self.values)}")
         return offsets
 
 
