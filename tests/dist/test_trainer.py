@@ -153,7 +153,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
 
 DYNAMIC: dict[str, object] = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
 DYNAMIC |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs": 1}  # 4 steps
-CLASS: dict[str, object] = {"model__class": "tests.train.nets:Net", "model__args": {"norm": False}}
+CLASS: dict[str, object] = {"model__class": "tests.train.nets:Net", "model__args": {"norm": False, "spare": True}}
 CLASS |= {"data__shuffle_rows": 46, "embedding__tables": {"C1": {"dim": 6}}, "optimizer__sparse_lr": 0.3}
 CLASS |= {"train__test_every_steps": 5, "train__patience": 2}
 

@@ -351,7 +351,8 @@ class _Training:
         if pending is not None:
             (position, loss), version = self._commit, pending.result()
             if is_said:
-                self.progress.say(f"step {position.step:,}: committed version {version}, loss {loss:.4f}")
+                of_loss = "" if loss is None else f", loss {loss:.4f}"
+                self.progress.say(f"step {position.step:,}: committed version {version}{of_loss}")
             self._report("commit", position, version=version)
 
     def _report(self, event: Literal["step", "test", "commit"], position: Position, **figures: Any) -> None:
