@@ -165,7 +165,7 @@ class EmbeddingSection(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Checked):
-    """[model]: DLRM, or a class of one's own."""
+    """[model]: a DLRM, or the class that the run file names."""
 
     class_: str = option("", 'class of the model, as "package.module:Net"; "": DLRM, by the keys below')
     args: dict[str, Any] = table_option("arguments of that class, by name")

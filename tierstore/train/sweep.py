@@ -117,8 +117,8 @@ def runs_of(run_file: str | Path, folder: str | Path, axes: Sequence[Axis]) -> l
         paths = {name: os.path.abspath(path) for name in ("path", "test_path") if (path := getattr(config.data, name))}
         record = config.store.record and os.path.abspath(config.store.record)
         store = replace(config.store, path=str(own / "store"), record=record)
-        told = {key: str(own / key) if getattr(config.train, key) else "" for key in ("metrics", "tensorboard")}
-        train: Any = replace(config.train, **told)  # type: ignore[arg-type]
+        files = {key: str(own / key) if getattr(config.train, key) else "" for key in ("metrics", "tensorboard")}
+        train: Any = replace(config.train, **files)  # type: ignore[arg-type]
         data = replace(config.data, **paths)
         runs.append(SweepRun(own, labels, replace(config, store=store, data=data, train=train)))
     return runs

@@ -170,7 +170,7 @@ class Progress:
         self._bar.update(rows)
 
     def expect(self, total_rows: int) -> None:
-        """What only the end of an epoch told."""
+        """Set what only the end of an epoch shows."""
         self._bar.total = self._bar.total or total_rows
 
     def say(self, text: str) -> None:
@@ -252,8 +252,7 @@ class _Training:
         self.history.close()
 
     def _go_on(self) -> None:
-        """Count tests again after an early end, and take the test that a stop, or test rows that could not be read,
-        left out."""
+        """Count tests again after an early end, and take a test that the last process had no time for or failed in."""
         section, position = self._config.train, self.position
         if position.ended:
             self.position = replace(position, tests_since=0, ended=0)
@@ -310,19 +309,16 @@ class _Training:
             self._test(f"epoch {self.position.epoch:,}")
 
     def _test(self, when: str) -> None:
-        """Test unless that was done, and commit with what came out, which may end the run; of a DataError, without."""
+        """Test unless that was done, and commit before it and with what came out, which may end the run."""
         section = self._config.train
         if not self._config.data.has_test or self.position.tested == self.position.step:
             return
         self._end_commit()
-        try:
-            rows, auc, loss, _ = self.evaluate()
-            if section.best_by == "auc" and math.isnan(auc):
-                raise DataError("test labels are all alike, so there is no AUC: test others, or train by log_loss")
-        except DataError:
-            self._begin_commit()
-            self._end_commit()
-            raise
+        if self.position != self._commit[0]:
+            self._begin_commit()  # before what the test data may be
+        rows, auc, loss, _ = self.evaluate()
+        if section.best_by == "auc" and math.isnan(auc):
+            raise DataError("test labels are all alike, so there is no AUC: test others, or train by log_loss")
         self._tested_at = time.monotonic()
         self.run.model.train()
         self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
@@ -330,6 +326,7 @@ class _Training:
         if section.patience and self.position.tests_since >= section.patience:
             self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
             self.position = replace(self.position, ended=section.epochs)
+        self._end_commit()
         self._begin_commit()
 
     def _begin_commit(self) -> None:

@@ -9,16 +9,14 @@ from .base import RawRows, Reader
 
 
 def random_order(count: int, *, key: tuple[int, int], begin: int = 0) -> Int64s:
-    """A permutation [count] of the numbers below ``count``: what order random 64 bits have, of the counter-based
-    generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), whose stream numpy keeps.
-    ``key``, ``begin``: other numbers, others in [0, 2**64), give another one."""
+    """A permutation [count]: the argsort of Philox's 64-bit outputs (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", SC 2011), whose stream numpy keeps. ``key``, ``begin``: numbers in [0, 2**64); others give another."""
     bits = np.random.Philox(counter=[0, begin, 0, 0], key=list(key)).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 class ShuffledReader(Reader):
-    """The rows of another reader, of which each ``block_rows`` in turn are in memory and shuffled: a multiple of the
-    rows of a chunk. ``key``: of ``random_order``."""
+    """Reads ``block_rows`` rows at a time, a multiple of a chunk's, and shuffles them. ``key``: of ``random_order``."""
 
     def __init__(self, reader: Reader, block_rows: int, key: tuple[int, int]) -> None:
         self.path, self.schema, self.files = reader.path, reader.schema, reader.files
