@@ -24,8 +24,8 @@ class Batch(NamedTuple):
 
 
 def events(seed: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Time, user and item, for ever, by ascending time: who looks at item i looks at item i + 1 next, or begins anew at
-    one of the popular ones."""
+    """Time, user and item, without end, by ascending time. A user who saw item i sees i + 1 next, or starts again at a
+    popular item."""
     draw, time, last = random.Random(seed), 0, {}
     while True:
         time, user = time + draw.randrange(60), draw.randrange(USERS)

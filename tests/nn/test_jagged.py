@@ -54,6 +54,8 @@ def test_features_with_different_numbers_of_samples_are_refused(kind: Any) -> No
         store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=4))
         with pytest.raises(ValueError, match="different numbers of samples: give those with as many"):
             kind(store)(batch)
+        with pytest.raises(ValueError, match=r"They are taken with the end, \[bags \+ 1\]$"):
+            kind(store)(KeyedJaggedTensor(["a"], VALUES, offsets=torch.tensor([0, 9])))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -69,3 +71,7 @@ def test_lists_are_cut_to_their_last_values_with_weights_and_gradients(count: in
     assert rows.grad[:, 0].tolist() == [float(each in kept.values().tolist()) for each in VALUES.tolist()]
     with pytest.raises(ValueError, match="count=0 must be in"):
         batch.last(0)
+    all_kept = KeyedJaggedTensor(list(LISTS), VALUES, lengths=LENGTHS.int()).last(2**31)
+    assert (lists_of(all_kept), all_kept.lengths().dtype) == (LISTS, torch.int32)
+    both = tierstore.JaggedTensor(VALUES, lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 5, 8]))
+    assert (both.lengths().tolist(), both.last(count).lengths().tolist()) == ([5, 3], [count, count])

@@ -258,6 +258,12 @@ def test_what_is_chosen_and_what_stays() -> None:
         assert torch.equal(alone(torch.tensor([[1, 2]])), root(torch.tensor([[1, 2]])))
         with pytest.raises(ValueError, match=r"'1': names= gives its table the name 'x', which another table has"):
             tierstore.convert(nn.Sequential(*(nn.Embedding(9, 2) for _ in "ab")), store, names={"0": "x", "1": "x"})
+        shared = nn.ModuleDict({"one": nn.Embedding(9, 2), "two": nn.Embedding(9, 2)})
+        shared["two"].weight = shared["one"].weight
+        with pytest.raises(ValueError, match=r"'two' shares its weight, .* two names, 'x' and 'y'"):
+            tierstore.convert(shared, store, names={"one": "x", "two": "y"})
+        with pytest.raises(TypeError, match="'one' has a table's name 7, which is no str"):
+            tierstore.convert(shared, store, names={"one": 7})  # type: ignore[dict-item]
         assert [*store] == ["embedding"]
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from tierstore.cli import entry as cli
 from tierstore.dist.placement.towers import partition, similarity_of
 from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DCNTower, DLRMTower
-from tierstore.settings.sections import to_toml
+from tierstore.settings.sections import to_dict, to_toml
 from tierstore.trace import read_trace
 from tierstore.trace.recorded import is_sampled
 from tierstore.train import train, trainer
 from tierstore.train.build import build_model, open_data, partition_run, trace_run
-from tierstore.train.checkpoint import restore_run
-from tierstore.train.config import ConfigError, load
+from tierstore.train.checkpoint import require_resumable, restore_run
+from tierstore.train.config import ConfigError, DataSection, RunConfig, load
 from tierstore.train.metrics import Evaluation
 
 from .runs import TEST_ROWS, TOWERS, TRAIN_ROWS, clicks, config_of
@@ -141,6 +142,15 @@ def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroke
     assert [line.split()[0] for line in lines[1:]] == ["test", "test", "bits", "store"]
     assert (again.bits, again.test, again.version) == (one.bits, one.test, one.version)
     assert run(train__epochs=2, resume=True).bits == unbroken().bits
+
+
+def test_a_run_from_before_a_key_has_its_default():
+    saved = to_dict(RunConfig())
+    del saved["data"]["max_list_length"]
+    store = SimpleNamespace(version=1, tables={}, extra={"tierstore.train": {"config": saved}}, directory="old")
+    require_resumable(store, RunConfig())
+    with pytest.raises(ValueError, match=r"old was trained with data\.max_list_length = 0, not 5\. "):
+        require_resumable(store, RunConfig(data=DataSection(max_list_length=5)))
 
 
 def test_what_a_store_holds_already_is_not_overwritten(folder, run):

@@ -1,4 +1,4 @@
-"""Ids of texts."""
+"""``tierstore.ids.of_strings``: ids of a list of texts, for users and servers; ``texts`` has the rules and kernels."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
@@ -16,7 +16,8 @@ _MAX_COLUMN: Final = 1 << 20
 def of_strings(
     strings: Iterable[str | bytes], *, num_embeddings: int | None = None, column: int = 0, seed: int = 0
 ) -> "Tensor":
-    """Ids of texts, int64 [n], as ``tierstore train`` and servers give them: docs/data.md has the rules.
+    """Ids of texts, int64 [n]: those of ``tierstore train`` and servers with ``data.hashing = "mix"``, and dynamic ids.
+    Readers differ in two things: CSV's ``12.0`` is 12, and a Criteo category is ``int(text, 16)`` unless it is an id.
 
     Args:
         strings: texts, or their UTF-8 bytes.
@@ -38,7 +39,7 @@ def of_strings(
         raise ValueError(f"column={column} goes with num_embeddings; dynamic ids are the same in every column")
     ids = text_categories(list(_utf8(strings)), rule)
     if num_embeddings is not None:
-        spread(ids, require_int(num_embeddings, "num_embeddings", 1, MAX_ROWS), column)
+        spread(ids, require_int(num_embeddings, "num_embeddings", 1, MAX_ROWS), column, ids)
     return torch.from_numpy(ids)
 
 

@@ -1,4 +1,4 @@
-"""Ids of texts: the integer that a text is written as, else its XXH64; and the rows of a table that they spread over.
+"""Kernels over letters: the integer that a text is written as, else its XXH64; and the rows that integers spread over.
 
 Shapes: n texts.
 """
@@ -32,12 +32,10 @@ class CategoryRule(NamedTuple):
         are_ids: categories are ids, any int64: negative integers are taken, and Criteo's hexadecimal numbers are
             texts. Otherwise categories are from 0 on.
         seed: of the hashes of texts, in [0, 2**63).
-        longest: how many of a list are kept, the last ones; 0: all.
     """
 
     are_ids: bool = False
     seed: int = 0
-    longest: int = 0
 
     @property
     def least(self) -> int:
@@ -51,12 +49,6 @@ FROM_ZERO: Final = CategoryRule()
 def text_categories(texts: Sequence[bytes], rule: CategoryRule) -> Int64s:
     """``read_texts`` of texts one by one."""
     return read_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]), rule)
-
-
-def spread(ids: Int64s, num_embeddings: int, column: int) -> None:
-    """Ids [n] become rows of a column's table, in place."""
-    rows = np.full(column + 1, num_embeddings)
-    mix_rows(ids, np.full_like(rows, len(ids)), rows, (column, column + 1), True, ids)
 
 
 def read_texts(letters: Bytes, offsets: Int64s, rule: CategoryRule, *, floats: bool = False) -> Int64s:
@@ -119,15 +111,26 @@ def mix_rows(
     first that is no row."""
     begin = 0
     for column in range(columns[0], columns[1]):
-        end, rows, first = begin + lengths[column], np.uint64(num_embeddings[column]), np.uint64(column) * STEP
-        own, found, inverse = categories[begin:end], ids[begin:end], MOST // rows
-        for i in range(len(own)):
-            category = np.uint64(own[i])
-            if not mix and category >= rows:
-                return begin + i
-            found[i] = np.int64(modulo(mix64(category + first), rows, inverse) if mix else category)
+        end, rows = begin + lengths[column], num_embeddings[column]
+        own, found = categories[begin:end], ids[begin:end]
+        if mix:
+            spread(own, rows, column, found)
+        else:
+            for i in range(len(own)):
+                if np.uint64(own[i]) >= np.uint64(rows):
+                    return begin + i
+                found[i] = own[i]
         begin = end
     return -1
+
+
+@kernel
+def spread(categories: Int64s, num_embeddings: int, column: int, ids: Int64s) -> None:
+    """``ids[i]`` is the row of ``categories[i]`` with ``data.hashing = "mix"``; both may be one array."""
+    rows, first = np.uint64(num_embeddings), np.uint64(column) * STEP
+    inverse = MOST // rows
+    for i in range(len(categories)):
+        ids[i] = np.int64(modulo(mix64(np.uint64(categories[i]) + first), rows, inverse))
 
 
 @kernel

@@ -288,10 +288,16 @@ def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> I
 
 
 def _tables(model: nn.Module, chosen: Iterable[tuple[str, Embedding]], names: Mapping[str, str]) -> dict[int, str]:
-    """The names given to tables, by the ``id`` of their weights."""
+    """The names given to tables, by the ``id`` of weights. TypeError: one is no str. ValueError: a weight has two."""
     plain = plain_names(model) if names else {}
     given = {plain.get(name, name): table for name, table in names.items()}
-    return {id(module.weight): given[name] for name, module in chosen if name in given}
+    found = dict[int, str]()
+    for name, module in chosen:
+        if not isinstance(table := given.get(name, ""), str):
+            raise TypeError(f"names: {name!r} has a table's name {table!r}, which is no str")
+        if name in given and (known := found.setdefault(id(module.weight), table)) != table:
+            raise ValueError(f"names: {name!r} shares its weight, so one table has two names, {known!r} and {table!r}")
+    return found
 
 
 def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tuple[list[Weight], dict[str, str]]:

@@ -52,7 +52,7 @@ class JaggedTensor:
             lengths = lengths.flatten()
         self._lengths = None if lengths is None else require_ids(lengths, "lengths")
         if offsets is not None:
-            self._offsets = require_ids(offsets, "offsets")
+            self._offsets, self._lengths = require_ids(offsets, "offsets"), None
         elif self._lengths is not None:
             self._offsets = _offsets_of(self._lengths)
         else:
@@ -101,7 +101,8 @@ class JaggedTensor:
         """The last ``count`` values of each list, and their weights. ValueError: not 1 or more."""
         lengths, made = self.lengths(), copy.copy(self)
         to_end = torch.repeat_interleave(self._offsets[1:], lengths) - torch.arange(len(self._values)).to(lengths)
-        is_kept = (to_end <= require_int(count, "count", 1, MAX_ROWS)).to(self._values.device)
+        count = min(require_int(count, "count", 1, MAX_ROWS), torch.iinfo(lengths.dtype).max)
+        is_kept = (to_end <= count).to(self._values.device)
         made._values, made._lengths = self._values[is_kept], lengths.clamp(max=count)
         made._weights = None if self._weights is None else self._weights[is_kept]
         made._offsets = _offsets_of(made._lengths)

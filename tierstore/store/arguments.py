@@ -100,13 +100,13 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
 
 
 def check_offsets(
-    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True,
-    dtype: OffsetsType = np.int64,
+    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST,
+    is_last_given: bool | None = None, dtype: OffsetsType = np.int64,
 ) -> Any:  # fmt: skip
-    """A copy of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. If the last is
-    not given, it is added. Where ``dtype`` does not hold ``num_ids``, the copy is int64."""
+    """A copy of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. A last one
+    that is not given is added; None: it is, without an option. If ``dtype`` does not hold ``num_ids``, it is int64."""
     given = check_ids(offsets, name, device=device)
-    whole = given if is_last_given else np.concatenate((given, (num_ids,)))
+    whole = given if is_last_given is not False else np.concatenate((given, (num_ids,)))
     array: Any = np.empty(len(whole), dtype if num_ids < 2**31 else np.int64)
     if len(array) and kernels.copy_offsets(whole, num_ids, array):
         return array
@@ -120,10 +120,12 @@ def check_offsets(
     raise _offsets_error(name, num_ids, found, is_last_given=is_last_given)
 
 
-def _offsets_error(name: str, num_ids: int, found: str, *, is_last_given: bool) -> ValueError:
-    ends, form = ("end at", "with the end, [bags + 1]") if is_last_given else ("not exceed", "without the end, [bags]")
+def _offsets_error(name: str, num_ids: int, found: str, *, is_last_given: bool | None) -> ValueError:
+    form = "without the end, [bags]" if is_last_given is False else "with the end, [bags + 1]"
+    ends = "not exceed" if is_last_given is False else "end at"
+    option = "" if is_last_given is None else f" (include_last_offset={is_last_given})"
     rule = f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}; {found}"
-    return ValueError(f"{rule}. They are taken {form} (include_last_offset={is_last_given})")
+    return ValueError(f"{rule}. They are taken {form}{option}")
 
 
 def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Tensor | None:
@@ -142,7 +144,7 @@ def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "pe
 
 def check_jagged(
     ids: Tensor, offsets: Tensor, scale: Tensor | None, mode: str, *, device: torch.device, offsets_type: OffsetsType,
-    is_last_given: bool = True, ids_name: str = "ids", scale_name: str = "per_sample_weights",
+    is_last_given: bool | None = None, ids_name: str = "ids", scale_name: str = "per_sample_weights",
 ) -> Jagged | DeviceJagged:  # fmt: skip
     """Checked ids of one feature; see ``check_ids``, ``check_offsets`` and ``require_scale``. Tensors that are all on
     the store's device are not waited for: only what the host knows of them is checked."""
@@ -164,7 +166,7 @@ def check_jagged(
         found = f"the one at index {index} is wrong {_OF_LENGTHS}"
         return _offsets_error("offsets", count, found, is_last_given=is_last_given)
 
-    return DeviceJagged(given, len(offsets) - is_last_given, on_host, offsets_error)
+    return DeviceJagged(given, len(offsets) - (is_last_given is not False), on_host, offsets_error)
 
 
 def is_there(given: object, device: torch.device) -> bool:

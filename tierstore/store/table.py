@@ -290,11 +290,11 @@ class Table(Unpicklable, LookupTable):
 
         Args:
             ids: int64 or int32 [n].
-            offsets: int64 or int32 [bags + 1], from 0 to n; bag i is ``ids[offsets[i]:offsets[i + 1]]``.
+            offsets: int64 or int32, as ``include_last_offset`` says; bag i is ``ids[offsets[i]:offsets[i + 1]]``.
             mode: "sum", "mean" or "max"; default: ``config.pooling``, by which the table is trained and served. An
                 empty bag gives zeros.
             per_sample_weights: float32 [n], with "sum" only.
-            include_last_offset: False of offsets [bags], without the end.
+            include_last_offset: True: offsets are [bags + 1], from 0 to n. False: offsets are [bags], without the end.
 
         Returns:
             float32 [bags, embedding_dim], on the store's device.

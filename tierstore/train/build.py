@@ -57,10 +57,8 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
 
 
 def _open(data: DataSection, path: str) -> Reader:
-    times: Any = data.time_columns
-    schema = Schema(
-        label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule, times=times
-    )
+    columns: Any = {"label": data.label_column, "dense": data.dense_columns, "sparse": data.sparse_columns}
+    schema = Schema(**columns, rule=data.rule, longest=data.max_list_length)
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
@@ -80,9 +78,8 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         raise ValueError(
             f"categories[{at}]={values[at]!r} stands for a missing category, which has no row: leave it out"
         )
-    none, offsets = found[:0], np.zeros((len(columns), len(found) + 1), np.int64)
-    offsets[columns.index(column)] = np.arange(len(found) + 1)
-    given = Categories.of_columns([found if each == column else none for each in columns], offsets, len(found))
+    bags = [found if each == column else found[:0] for each in columns]
+    given = Categories.of_columns(bags, [int(each == column) for each in columns], len(found))
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
 
 

@@ -20,12 +20,12 @@ from .processes import Processes
 from .readers import DataError, DataFile
 
 _EXTRA_KEY: Final = "tierstore.train"
+_GONE: Final = "train.lookahead"  # of runs of 0.1
 _FREE_KEYS: Final = frozenset(
     {
         *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
         *("ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.commit_every"),
-        (_GONE := "train.lookahead"),  # of runs of 0.1
     }
 )
 """Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""
@@ -56,9 +56,8 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
 
 def require_alike(config: RunConfig, processes: Processes) -> None:
     """ValueError, naming the keys that differ, unless all processes have the same run. Collective."""
-    own = to_dict(config)
-    for rank, other in enumerate(processes.gather(own)):
-        if differing := _differing(other, own):
+    for rank, other in enumerate(processes.gather(to_dict(config))):
+        if differing := _differing(other, config):
             raise ValueError(f"rank {rank} has {differing} in its run file: give all ranks the same")
 
 
@@ -74,7 +73,7 @@ def require_resumable(store: Any, config: RunConfig) -> None:
                 f"{store.directory} is quantized: table {name!r} has {dtype} rows, and was trained as {trained_as}. "
                 "It can only be looked up; train the store that it was quantized from"
             )
-    if differing := _differing(_saved(store)["config"], to_dict(config)):
+    if differing := _differing(_saved(store)["config"], config):
         raise ValueError(
             f"{store.directory} was trained with {differing}. "
             "Continue with the run file it was begun with, or train in another folder (--store)"
@@ -102,14 +101,16 @@ def require_same_files(store: Any, config: RunConfig, files: Sequence[DataFile])
             )
 
 
-def _differing(other: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:
-    """The keys of another run that decide results and that this one has not so; "" if there are none."""
+def _differing(other: Mapping[str, Mapping[str, Any]], config: RunConfig) -> str:
+    """The keys that decide results and that another run, or else the default, has otherwise; "" if there are none."""
+    defaults = to_dict(RunConfig())
     return "; ".join(
-        f"{section}.{key} = {value!r}, not {own[section].get(key)!r}"
-        for section, keys in other.items()
+        f"{section}.{key} = {there!r}, not {value!r}"
+        for section, keys in to_dict(config).items()
         if section != "store"
         for key, value in keys.items()
-        if f"{section}.{key}" not in _FREE_KEYS and own[section].get(key) != value
+        if f"{section}.{key}" not in _FREE_KEYS
+        and (there := other.get(section, {}).get(key, defaults[section][key])) != value
     )
 
 

@@ -82,9 +82,6 @@ class DataSection(Checked):
     label_column: str = option("label", "name of the label's column (Parquet, CSV)")
     dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns, if any")
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
-    time_columns: tuple[tuple[str, ...], ...] = option(
-        (), 'sparse columns with the column of their times, as [["history", "history_time"]] (Parquet, npy)'
-    )
     max_list_length: int = option(0, "categories of a list to keep, the last ones; 0: all", low=0, high=_MAX_COUNT)
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
     check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
@@ -93,13 +90,11 @@ class DataSection(Checked):
         super().__post_init__()
         is_after = self.test_rows > 0 and not self.test_path
         _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more with data.test_rows")
-        are_pairs = all(len(each) == 2 for each in self.time_columns)
-        _require(are_pairs, "data.time_columns", self.time_columns, "pairs of a sparse column and that of its times")
 
     @property
     def rule(self) -> CategoryRule:
         """What values of categorical columns become."""
-        return CategoryRule(self.hashing == "none", self.hash_seed, self.max_list_length)
+        return CategoryRule(are_ids=self.hashing == "none", seed=self.hash_seed)
 
     @property
     def has_test(self) -> bool:

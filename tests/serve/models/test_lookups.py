@@ -23,6 +23,9 @@ from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import InferTensor, objects
 from tierstore.serve.models import Models, load_program
 from tierstore.serve.models import jagged as jagged_ids
+from tierstore.serve.models.exported import Exported
+from tierstore.settings.sections import to_dict
+from tierstore.train.config import DataSection, EmbeddingSection, RunConfig
 
 NAMES = tuple(ROWS)
 
@@ -140,7 +143,9 @@ def test_ids_of_a_request_are_counted_and_those_of_a_sample_bounded(narrow: tier
         assert model.parse(inputs(640, 10)).num_samples == 10
         assert model.parse(inputs(64_000, 10)).num_samples == 1000 // num_features
         assert model.parse(inputs(8192, 1)).num_ids == 8192
-        require_refused(model, inputs(8193, 1), "gives sample 0 8193 ids; a sample has at most 8192")
+        require_refused(model, inputs(8193, 1), "'lengths' gives sample 0 8193 ids; a sample has at most 8192")
+        ends = {"offsets": tensor("INT64", [0] + num_features * [8193])}
+        require_refused(model, {ids: tensor("INT64", [1] * 8193)} | ends, "'offsets' gives sample 0 8193 ids")
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +231,11 @@ WRONG = {
     "'weights' has 2 elements; 'ids' has 3": GOOD | {"weights": tensor("FP32", [1, 2])},
     "'offsets' must be INT64 or INT32 [1 * B + 1], from 0 to 3": IDS | {"offsets": tensor("INT64", [0, 2])},
     "'offsets' must be INT64 or INT32 [1 * B + 1], from 0": IDS | {"offsets": tensor("INT64", [0, 4, 3])},
-    "the number of ids, never descending; or [1, B]": IDS | {"offsets": tensor("FP32", [[0, 2]])},
-    "there is no input 'offsets'": GOOD | {"offsets": tensor("INT64", [0, 2, 3])},
+    "'offsets' is FP32; the model takes INT64": IDS | {"offsets": tensor("FP32", [[0, 2]])},
+    "give offsets or lengths, not both": GOOD | {"offsets": tensor("INT64", [0, 2, 3])},
+    "'offsets' must be INT64 or INT32 [1 * B + 1], from 0 to 3,": IDS | {"offsets": tensor("INT64", [[0], [2]])},
+    "[1 * B + 1], from 0 to 3, the": IDS | {"offsets": tensor("INT64", [0, -(2**63), 2**63 - 1, 3])},
+    "'offsets' is BYTES; the model takes INT64": IDS | {"offsets": InferTensor("BYTES", objects([b"0", b"3"]))},
     "'weights' is nan at [1]": GOOD | {"weights": tensor("FP32", [1, float("nan"), 2])},
 }
 
@@ -335,6 +343,7 @@ def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp
     arguments = {"sums.again": torch.zeros(2, 4), "half": torch.zeros(2, 8)}
     keywords = {"sums.again": {"column": 1}, "half": {"seed": 7}}
     model = served(store, save(OfDict(), tmp_path / "two.pt2", arguments, texts=json.dumps(keywords)))
+    assert model.metadata.parameters == {"features": "sums.again,half", "may_be_bytes": "values"}
     texts = [b"red", b"17", "\u00e9".encode(), b"red", b"x" * 40]
     sums = tierstore.ids.of_strings(texts[:3], num_embeddings=ROWS["sums"], column=1)
     half = tierstore.ids.of_strings(texts[3:], num_embeddings=ROWS["half"], seed=7)
@@ -347,6 +356,7 @@ def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp
     plain = served(store, save(OfDict(), tmp_path / "plain.pt2", arguments))
     require_refused(plain, {"values": values} | lengths, "'values' is BYTES; the model takes INT64 or INT32")
     for wrong, message in {
+        "{}": "extra file of_strings is '{}'; it must be JSON: for each feature",
         "[1]": """is '[1]'; it must be JSON: for each feature arguments of tierstore.ids.of_strings, as {"item": """,
         '{"half": {}}': "names ['half']; its features are ['sums.again', 'half']",
         '{"half": {"seeds": 1}, "sums.again": {}}': "feature 'half': of_strings() got an unexpected keyword",
@@ -356,8 +366,48 @@ def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp
             served(store, save(OfDict(), tmp_path / "wrong.pt2", arguments, texts=wrong))
 
 
+@pytest.mark.parametrize(
+    ("changes", "texts", "message"),
+    [
+        ({}, {"half": {}, "other": {"seed": 7}}, None),
+        ({}, {"half": {"column": 1, "seed": 3}, "other": {}}, None),
+        (
+            {},
+            {"half": {"column": 0}, "other": {}},
+            "feature 'half': {'column': 0} is not what the run trained by, {'se",
+        ),
+        ({}, {"half": {"seeds": 3}, "other": {}}, "feature 'half': of_strings() got an unexpected keyword"),
+        ({"hashing": "mod"}, {"half": {}, "other": {}}, "feature 'half': the run has data.hashing = \"mod\""),
+    ],
+)
+def test_texts_of_a_trained_store_are_those_of_its_run(
+    tmp_path: Path, changes: dict[str, Any], texts: dict[str, Any], message: str | None
+) -> None:
+    data = DataSection(sparse_columns=("sums", "half"), hash_seed=3, **changes)
+    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
+        for name in ("half", "other"):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=40, embedding_dim=4))
+        store["half"].write(torch.arange(40), torch.randn(40, 4))
+        run = {"config": to_dict(RunConfig(data=data, embedding=EmbeddingSection(num_embeddings=40)))}
+        store.commit(extra={"tierstore.train": run})
+        arguments = {"half": torch.zeros(2, 4), "other": torch.zeros(2, 4)}
+        program = load_program(save(OfDict(), tmp_path / "x.pt2", arguments, texts=json.dumps(texts)), max_samples=4096)
+        if message is not None:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                Exported(store, program, None)
+            return
+        values = {
+            "values": InferTensor("BYTES", objects([b"red", b"17"])),
+            "lengths": tensor("INT32", [[1, 1], [0, 0]]),
+        }
+        found = Exported(store, program, None).parse(values).values
+    want = tierstore.ids.of_strings(["red", "17"], num_embeddings=40, column=1, seed=3)
+    assert found.tolist() == want.tolist()
+
+
 WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
     "'Dense' has 1 samples; 'lengths' has 2": {"Dense": tensor("FP32", np.zeros((1, 3)))},
+    "'Dense' has 2 samples; 'offsets' has 1": {"values": tensor("INT64", []), "offsets": tensor("INT64", [0, 0, 0])},
     "'position' is FP32; the model takes INT64": {"position": tensor("FP32", [0, 0])},
     "'lengths' has 4 at sample 1 of feature 'peaks'; the model takes up to 3 ids": {
         "values": tensor("INT64", [1, 2, 3, 4]), "lengths": tensor("INT32", [[0, 0], [0, 4]])
@@ -371,7 +421,8 @@ WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
 def test_wrong_requests_are_told(folder: Path, store: tierstore.Store) -> None:
     model = served(store, folder / "mine.pt2")
     for message, inputs in WRONG_REQUESTS.items():
-        require_refused(model, query(3, 2)[0] | inputs, message)
+        given = {name: each for name, each in query(3, 2)[0].items() if name != "lengths" or "offsets" not in inputs}
+        require_refused(model, given | inputs, message)
 
 
 class Same(torch.nn.Module):

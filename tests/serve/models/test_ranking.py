@@ -101,11 +101,12 @@ def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, stor
 
 
 def test_lists_are_cut_to_the_length_that_the_run_cut_them_to(trained: Trained, store: tierstore.Store) -> None:
-    """To one category, with another in front of it."""
+    """To one category, with others in front of it, more than a sample may have."""
     config = replace(trained.config, data=replace(trained.config.data, max_list_length=1))
     one = query(trained.dense, trained.categories)
-    two = np.stack([np.full_like(one["values"].data, 7), one["values"].data], 1).reshape(-1)
-    inputs = one | {"values": tensor("INT64", two), "lengths": tensor("INT32", 2 * one["lengths"].data)}
+    others = np.full((len(one["values"].data), 500), 7)
+    many = np.concatenate([others, one["values"].data[:, None]], 1).reshape(-1)
+    inputs = one | {"values": tensor("INT64", many), "lengths": tensor("INT32", 501 * one["lengths"].data)}
     (found,) = asked(Ranking(store, config, None), inputs)
     assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
 
@@ -120,6 +121,7 @@ def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> Non
         f"'dense' has {BATCH - 1} samples; 'lengths' has {BATCH}": {"dense": tensor("FP32", good["dense"].data[1:])},
         "'values' has -5 at position 7 of feature 'C1': categories are 0 or more": {"values": tensor("INT64", values)},
         "'lengths' has shape [25, 48]": {"lengths": tensor("INT32", lengths[:25])},
+        "'lengths' is BYTES": {"lengths": InferTensor("BYTES", lengths.astype(str).astype("S").astype(object))},
     }.items():
         require_refused(model, good | wrong, message)
 

@@ -77,7 +77,13 @@ def test_wrong_categories_are_named(tmp_path):
         (np.array([1.5, 2, 3]), None, r"c\.npy, row 0: 1\.5"),
         (np.array([1, 2, 1e17]), None, r"c\.npy, row 2: 1e\+17"),
         (np.array(["a", "b", "c"]), None, r"c\.npy holds <U1 \[3\]"),
-        (np.arange(4), [0, 2, 2, 5], r"c\.offsets\.npy: offsets go from 0 to 4"),
+        (
+            np.arange(4),
+            [0, 2, 2, 5],
+            r"c\.offsets\.npy holds \[4\]; expected \[3 \+ 1\] offsets, with the end, from 0 to 4",
+        ),
+        (np.arange(4), [0, 2, 3], r"c\.offsets\.npy holds \[3\]; expected \[3 \+ 1\]"),
+        (np.arange(4), [0, 9, 3, 4], r"c\.offsets\.npy, row 0: 9 is not from the last to 4"),
         (np.arange(4), [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2"),
         (np.arange(4), [0, 4], r"differ in rows: .*'c\.npy': 1"),
     ):

@@ -20,6 +20,7 @@ from ...nn.jagged import KeyedJaggedTensor
 from ...settings.sections import nearest
 from ...store import Store, Table
 from ...system.checks import excerpt
+from ...train.checkpoint import saved_config
 from ..base import Model, Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .dense import Dense, LowLinear, pack_linears
@@ -30,6 +31,7 @@ from .jagged import (
     Merged,
     check_inputs,
     invalid,
+    lengths_name,
     lengths_of,
     merge,
     parts_of,
@@ -102,13 +104,13 @@ def load_program(path: Path, *, max_samples: int, dense: Dense = "float32") -> P
 def _texts(given: str | bytes) -> dict[str, dict[str, Any]]:
     """Of the extra file "of_strings"; {} without one."""
     try:
-        texts = json.loads(given or "{}")
+        texts = json.loads(given or '{"": {}}')
     except ValueError:
         texts = None
-    if not isinstance(texts, dict) or not all(isinstance(each, dict) for each in texts.values()):
+    if not texts or not isinstance(texts, dict) or not all(isinstance(each, dict) for each in texts.values()):
         wanted = 'JSON: for each feature arguments of tierstore.ids.of_strings, as {"item": {"seed": 7}, "user": {}}'
         raise ValueError(f"extra file of_strings is {excerpt(given)}; it must be {wanted}")
-    return texts
+    return texts if given else {}
 
 
 def _described(path: Path, exported: Any, max_samples: int) -> Program:
@@ -239,13 +241,12 @@ class Exported(Model):
         pooled = [table.name for name, table in self._tables.items() if len(self._specs[name].shape) == 2]
         self._collection = TieredEmbeddingBagCollection(store, tables=list(dict.fromkeys(pooled)))
         self._features = Features(program.name, limits_of(self._tables), dropped)
-        if program.texts:
-            _require_texts(program, limits_of(self._tables))
+        self._texts = _texts_of(program, self._tables, store) if program.texts else {}
         self.metadata = ModelMetadata(
             name=program.name,
             inputs=(*self._dense, *feature_inputs(len(self._specs))),
             outputs=program.outputs,
-            parameters={"features": ",".join(self._specs)},
+            parameters={"features": ",".join(self._specs)} | ({"may_be_bytes": "values"} if self._texts else {}),
         )
 
     def take_weights(self, found: Mapping[str, Tensor]) -> None:
@@ -259,14 +260,14 @@ class Exported(Model):
         return self._features.names
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        inputs = check_inputs(inputs, self.metadata.inputs, texts=bool(self._program.texts))
+        inputs = check_inputs(inputs, self.metadata.inputs, texts=bool(self._texts))
         num_samples = inputs["lengths"].data.shape[1]
         dense = []
         for spec in self._dense:
             array = np.array(inputs[spec.name].data, DATATYPES[spec.datatype])
             require_finite(spec.name, array)
             if len(array) != num_samples:
-                raise invalid(spec.name, f"has {len(array)} samples; 'lengths' has {num_samples}")
+                raise invalid(spec.name, f"has {len(array)} samples; {lengths_name(inputs)!r} has {num_samples}")
             dense.append(array)
         if inputs["values"].datatype == "BYTES":
             inputs = {**inputs, "values": self._ids_of(inputs)}
@@ -274,7 +275,7 @@ class Exported(Model):
         for spec, lengths in zip(self._specs.values(), jagged.lengths, strict=True):
             if len(spec.shape) == 3 and lengths.max() > spec.shape[1]:
                 what = f"has {lengths.max()} at sample {lengths.argmax()} of feature {spec.name!r}"
-                raise invalid("lengths", f"{what}; the model takes up to {spec.shape[1]} ids a sample")
+                raise invalid(lengths_name(inputs), f"{what}; the model takes up to {spec.shape[1]} ids a sample")
         return jagged._replace(dense=dense)
 
     def _ids_of(self, inputs: Mapping[str, InferTensor]) -> InferTensor:
@@ -283,7 +284,7 @@ class Exported(Model):
         counts = lengths_of(inputs, len(texts), "values").sum(1).tolist()
         for (name, rows), count in zip(limits_of(self._tables).items(), counts, strict=True):
             try:
-                found = of_strings(texts[first : first + count], num_embeddings=rows, **self._program.texts[name])
+                found = of_strings(texts[first : first + count], num_embeddings=rows, **self._texts[name])
             except ValueError as error:
                 raise invalid("values", f"of feature {name!r} from position {first} on: {error}") from None
             ids.append(found.numpy())
@@ -339,17 +340,26 @@ def _require_features(program: Program, known: Mapping[str, Any], features: Sequ
         raise ValueError(f"{program.path}: none of its inputs ({', '.join(names)}) is named like a feature; {hint}")
 
 
-def _require_texts(program: Program, limits: Mapping[str, int | None]) -> None:
-    """ValueError unless the program says of each feature, and no other, how its texts become ids."""
-    if program.texts.keys() != limits.keys():
-        raise ValueError(
-            f"{program.path}: extra file of_strings names {[*program.texts]}; its features are {[*limits]}"
-        )
-    for name, rows in limits.items():
+def _texts_of(program: Program, tables: Mapping[str, Table], store: Store) -> dict[str, dict[str, Any]]:
+    """Arguments of ``of_strings`` for each feature: the program's, else those of the run that trained the store.
+    ValueError unless it names each feature, and no other, and says nothing else than the run."""
+    if program.texts.keys() != tables.keys():
+        raise ValueError(f"{program.path}: file of_strings names {[*program.texts]}; its features are {[*tables]}")
+    run, texts = saved_config(store.extra, str(store.directory)), dict[str, dict[str, Any]]()
+    for name, rows in limits_of(tables).items():
         try:
-            of_strings((), num_embeddings=rows, **program.texts[name])
+            own = {} if run is None or name not in run.data.sparse_columns else {"seed": run.data.hash_seed}
+            if run is not None and own and run.data.hashing == "mod":
+                raise ValueError('the run has data.hashing = "mod", where texts have no rows: leave the file out')
+            if run is not None and own and rows is not None:
+                own["column"] = run.data.sparse_columns.index(name)
+            texts[name] = {**own, **program.texts[name]}
+            if any(texts[name][key] != value for key, value in own.items()):
+                raise ValueError(f"{program.texts[name]} is not what the run trained by, {own}: leave it out")
+            of_strings((), num_embeddings=rows, **texts[name])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{program.path}: extra file of_strings, feature {name!r}: {error}") from None
+    return texts
 
 
 def _require_fit(program: Program, spec: TensorSpec, owners: Mapping[str, Table]) -> None:

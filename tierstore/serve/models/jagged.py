@@ -12,6 +12,7 @@ import numpy as np
 from ...kernels.jit import kernel
 from ...settings.sections import nearest
 from ...system.checks import excerpt
+from ...train.readers.categories import last_of
 from ..base import LONG_IDS, Pause
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 
@@ -69,18 +70,13 @@ class Features:
         self._dropped = dropped
         self._ids = ids
 
-    def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True) -> JaggedIds:
-        """The ids of a request, all of them rows, and its weights; copies, as kernels are compiled again for
-        read-only arrays. ServeError INVALID names the input."""
+    def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True, longest: int = 0) -> JaggedIds:
+        """The ids of a request, all of them rows, the last ``longest`` of a bag (0: all), and its weights; copies, as
+        kernels are compiled again for read-only arrays. ServeError INVALID names the input."""
         given = inputs[self._ids].data
         lengths = lengths_of(inputs, len(given), self._ids).reshape(len(self.names), -1)
         if not lengths.shape[1]:
             raise invalid("lengths", "is empty: send at least one sample")
-        if are_pooled and len(given) > PART_IDS:  # no sum of rows is made in parts
-            counts = lengths.sum(0)
-            if counts.max() > PART_IDS:
-                many = f"gives sample {counts.argmax()} {counts.max()} ids"
-                raise invalid("lengths", f"{many}; a sample has at most {PART_IDS}: send fewer")
         ids = np.array(given, np.int64)
         weights = None
         if "weights" in inputs:
@@ -89,11 +85,18 @@ class Features:
                 raise invalid("weights", f"has {len(weights)} elements; {self._ids!r} has {len(ids)}")
             require_finite("weights", weights)
         outside = self.outside(ids, lengths)
-        if outside is None:
-            return JaggedIds(ids, lengths, weights)
-        bags = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
-        lengths = np.bincount(bags[~outside], minlength=lengths.size).reshape(lengths.shape)
-        return JaggedIds(ids[~outside], lengths, None if weights is None else weights[~outside])
+        if outside is not None:
+            bags = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
+            lengths = np.bincount(bags[~outside], minlength=lengths.size).reshape(lengths.shape)
+            ids, weights = ids[~outside], None if weights is None else weights[~outside]
+        if longest:
+            ids, lengths = last_of(ids, lengths.reshape(-1), longest), np.minimum(lengths, longest)
+        if (
+            are_pooled and len(ids) > PART_IDS and (counts := lengths.sum(0)).max() > PART_IDS
+        ):  # no sum of rows is made in parts
+            many = f"gives sample {counts.argmax()} {counts.max()} ids"
+            raise invalid(lengths_name(inputs), f"{many}; a sample has at most {PART_IDS}: send fewer")
+        return JaggedIds(ids, lengths, weights)
 
     def outside(self, ids: Any, lengths: Any) -> Any:
         """Which ids are no rows, bool [N], counted; None if all are rows. ServeError INVALID if they are refused."""
@@ -236,18 +239,19 @@ def check_inputs(
     inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = (), *,
     texts: bool = False,
 ) -> Mapping[str, InferTensor]:  # fmt: skip
-    """The inputs, with lengths in the place of offsets. ServeError unless all required ones are there and no others but
+    """The inputs, with lengths of offsets. ServeError unless all required ones are there and no others but
     optional ones; INT32 is taken for INT64, and with ``texts`` BYTES for values."""
     inputs = _with_lengths(inputs, required)
     known = {spec.name: spec for spec in (*required, *optional)}
-    for name in inputs:
+    given = {name: each for name, each in inputs.items() if name != "offsets" or "lengths" not in known}
+    for name in given:
         if name not in known:
             hint = nearest(name, known, all_are="the model takes")
             raise ServeError(Status.INVALID, f"there is no input {excerpt(name)}; {hint}")
     for spec in required:
         if spec.name not in inputs:
             raise invalid(spec.name, f"is missing: {spec.datatype} {list(spec.shape)}")
-    for name, tensor in inputs.items():
+    for name, tensor in given.items():
         spec, shape = known[name], tensor.data.shape
         allowed: tuple[str, ...] = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
         allowed += ("BYTES",) if texts and name == "values" else ()
@@ -263,18 +267,25 @@ def check_inputs(
 def _with_lengths(inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec]) -> Mapping[str, InferTensor]:
     spec = next((spec for spec in required if spec.name == "lengths"), None)
     ids = next((inputs[spec.name] for spec in required if spec.name in ("ids", "values") and spec.name in inputs), None)
-    if spec is None or ids is None or "offsets" not in inputs or "lengths" in inputs:
+    if spec is None or ids is None or "offsets" not in inputs:
         return inputs
+    if "lengths" in inputs:
+        raise ServeError(Status.INVALID, "give offsets or lengths, not both")
     given, num_ids, num_features = inputs["offsets"], ids.data.size, max(spec.shape[0], 1)
-    ends = np.array(given.data.reshape(-1) if given.datatype in _INTEGERS else (), np.int64)
-    ends = np.append(ends, num_ids) if given.data.ndim == 2 else ends
-    lengths = np.diff(ends)
-    is_good = given.data.ndim <= 2 and len(ends) and ends[0] == 0 and ends[-1] == num_ids and not (lengths < 0).any()
-    if not is_good or len(lengths) % num_features:
+    if given.datatype not in _INTEGERS:
+        raise invalid("offsets", f"is {given.datatype}; the model takes {' or '.join(_INTEGERS)}")
+    is_open, ends = given.data.ndim == 2 and len(given.data) == num_features, np.array(given.data.reshape(-1), np.int64)
+    ends = np.append(ends, num_ids) if is_open else ends
+    is_good = (is_open or given.data.ndim == 1) and len(ends) > 1 and ends[0] == 0 and ends[-1] == num_ids
+    if not is_good or (ends[1:] < ends[:-1]).any() or (len(ends) - 1) % num_features:
         form = f"INT64 or INT32 [{num_features} * B + 1], from 0 to {num_ids}, the number of ids, never descending"
         raise invalid("offsets", f"must be {form}; or [{num_features}, B], without the end")
-    shaped = InferTensor("INT64", lengths if len(spec.shape) == 1 else lengths.reshape(num_features, -1))
-    return {"lengths": shaped, **{name: each for name, each in inputs.items() if name != "offsets"}}
+    return {**inputs, "lengths": InferTensor("INT64", np.diff(ends).reshape(spec.shape))}
+
+
+def lengths_name(inputs: Mapping[str, InferTensor]) -> str:
+    """What a client calls lengths that ``check_inputs`` gave."""
+    return "offsets" if "offsets" in inputs else "lengths"
 
 
 def lengths_of(inputs: Mapping[str, InferTensor], num_values: int, values_name: str) -> Any:

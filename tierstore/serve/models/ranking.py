@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedError
-from ...ids.texts import CategoryRule, text_categories
+from ...ids.texts import text_categories
 from ...models import DLRM, Towers
 from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
@@ -18,11 +18,10 @@ from ...train.build import build_model
 from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
-from ...train.readers.categories import last_of
 from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .dense import Dense, in_float32, low_layers, pack_linears
-from .jagged import Dropped, Features, JaggedIds, check_inputs, invalid, merge, parts_of, require_finite
+from .jagged import Dropped, Features, JaggedIds, check_inputs, invalid, lengths_name, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, owners_of, pool_features, split_rows
 
 
@@ -86,27 +85,25 @@ class Ranking(Model):
             layer.pack()
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        values = inputs.get("values")
-        if self._refuses and values is not None and values.datatype == "BYTES":
-            texts = values.data.reshape(-1).tolist()
-            if b"" in texts:  # which in data is a missing category
-                where = f"has '' at position {texts.index(b'')}"
-                raise invalid("values", f"{where}: leave a missing category out of its bag")
-        inputs = {name: _as_categories(tensor, self._rule) for name, tensor in inputs.items()}
+        if "values" in inputs and inputs["values"].datatype == "BYTES":
+            inputs = {**inputs, "values": self._categories_of(inputs["values"])}
         inputs = check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense, "send finite numbers, 0 where one is missing")
         num_samples = inputs["lengths"].data.shape[1]
         if len(dense) != num_samples:
-            raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
-        jagged = self._features.parse(inputs)
-        if longest := self._rule.longest:
-            lengths = np.minimum(jagged.lengths, longest)
-            kept = last_of(jagged.values, jagged.lengths.reshape(-1), longest)
-            jagged = jagged._replace(values=kept, lengths=lengths)
+            raise invalid("dense", f"has {len(dense)} samples; {lengths_name(inputs)!r} has {num_samples}")
+        jagged = self._features.parse(inputs, longest=self._config.data.max_list_length)
         ids = self._hasher.ids(jagged.values, jagged.lengths.sum(1))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return jagged._replace(values=ids, dense=treated)
+
+    def _categories_of(self, values: InferTensor) -> InferTensor:
+        texts = values.data.reshape(-1).tolist()
+        if self._refuses and b"" in texts:  # which in data is a missing category
+            where = f"has '' at position {texts.index(b'')}"
+            raise invalid("values", f"{where}: leave a missing category out of its bag")
+        return InferTensor("INT64", text_categories(texts, self._rule).reshape(values.data.shape))
 
     def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
         batch = merge(queries)
@@ -131,9 +128,3 @@ def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
     if isinstance(model.embeddings, Towers):
         rows = model.embeddings.compressed(rows)
     return model.dense_part(dense, rows)
-
-
-def _as_categories(tensor: InferTensor, rule: CategoryRule) -> InferTensor:
-    if tensor.datatype != "BYTES":
-        return tensor
-    return InferTensor("INT64", text_categories(tensor.data.reshape(-1).tolist(), rule).reshape(tensor.data.shape))

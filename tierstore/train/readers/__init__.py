@@ -61,12 +61,11 @@ def open_reader(
     path = _near(str(path)) if _is_url(path) else Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
+    is_criteo = schema == replace(CRITEO_SCHEMA, rule=schema.rule, longest=schema.longest)
     if data_format == "auto":
-        data_format = _guess(path, is_criteo=replace(schema, rule=CRITEO_SCHEMA.rule) == CRITEO_SCHEMA)
+        data_format = _guess(path, is_criteo=is_criteo)
     if schema.times and data_format not in ("parquet", "npy"):
-        raise ValueError(
-            f"data.time_columns are for Parquet and npy; {path} is read as {data_format}: leave the key out"
-        )
+        raise ValueError(f"times of lists are for Parquet and npy; {path} is read as {data_format}: leave them out")
     if data_format == "csv":
         return CsvReader(path, schema=schema, quoting=quoting)
     if not quoting:
@@ -77,7 +76,7 @@ def open_reader(
         raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet", "csv" or "npy"')
     if path.is_dir():
         raise DataError(f"{path} is a folder; {_ONE_FILE}")
-    if replace(schema, rule=CRITEO_SCHEMA.rule) != CRITEO_SCHEMA:
+    if not is_criteo:
         raise ValueError("columns can be chosen for Parquet, CSV and npy; Criteo's text format has fixed ones")
     return CriteoReader(path, schema=schema)
 

@@ -23,11 +23,12 @@ from .base import (
     RawRows,
     Reader,
     Schema,
+    are_kept,
     are_labels,
     fits_float32,
     require_data_file,
 )
-from .categories import Categories, are_whole, exact_bits, offsets_of
+from .categories import are_whole, exact_bits, offsets_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,7 +39,6 @@ _HIDDEN: Final = (".", "_")
 """How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
 _RECORD_ROWS, _RECORD_BYTES = 32768, 8 << 20  # converted at a time: so many rows, or fewer whose values take so much
 _VALUE_BYTES: Final = 8
-_TIMES: Final = CategoryRule(are_ids=True)  # any int64
 _BUFFER_BYTES: Final = 1 << 20  # read at a time of each column
 
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -168,11 +168,16 @@ class _Record:
         if not are_finite.all():
             for column, name in enumerate(schema.dense):
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
-        bags = [self._bags(name, schema.rule) for name in schema.sparse]
-        bags += [self._bags(name, None) for name in schema.time_columns]
-        values, offsets = zip(*bags, strict=True)
-        categories = Categories.of_columns(values, offsets, self._num_rows)
-        return RawRows(self._labels(schema.label), dense, categories)
+        bags, times = list[Any](), list[Any]()
+        for name in schema.sparse:
+            elements, places = self._lists(name)
+            values, is_there = self._categories(name, elements, schema.rule, places)
+            offsets: Any = 1 if places is None else places
+            if is_there is not None:
+                offsets = offsets_of(is_there) if places is None else offsets_of(is_there)[places - places[0]]
+            bags.append((values, offsets))
+            times += [(self._times(each, places, is_there), offsets) for each in schema.times if each[0] == name]
+        return RawRows.of_bags(self._labels(schema.label), dense, bags, times)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
@@ -212,17 +217,32 @@ class _Record:
         values: Floats | Float64s = numbers.to_numpy(zero_copy_only=False)
         return values
 
-    def _bags(self, name: str, rule: CategoryRule | None) -> tuple[Int64s, Any]:
-        """The column's categories [N], or without a rule its times, and the offsets of its rows in them, [n + 1]; or 1,
-        if each row has one."""
+    def _times(self, names: tuple[str, str], places: Any, is_there: Bools | None) -> Int64s:
+        """The times beside a column's categories; ``names``: of the column and its times."""
+        import pyarrow as pa
+
+        elements, own = self._lists(names[1])
+        if not (pa.types.is_integer(elements.type) or pa.types.is_timestamp(elements.type)):
+            held = f"column {names[1]} of type {_type(elements)} holds no times"
+            raise DataError(f"{self._path}: {held}; cast it to integers or timestamps, or to lists of them")
+        rows, ends = (np.arange(self._num_rows + 1) if each is None else each for each in (places, own))
+        kept = are_kept((self._path, self._row), names, rows, ends, is_there)
+        times = elements.cast(pa.int64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
+        good = elements.is_valid().to_numpy(zero_copy_only=False) & ((times >= 0) | (elements.type != pa.uint64()))
+        self._check_elements(
+            names[1], elements, good | ~kept, own, f"a time below 2**63; {names[0]} has a category there"
+        )
+        return np.asarray(times[kept])
+
+    def _lists(self, name: str) -> tuple[Any, Any]:
+        """The column's values [N], and offsets [n + 1] of rows in them, from any number on; None: each row has one."""
         import pyarrow as pa
         import pyarrow.compute
 
         column = self._column(name)
         types = pa.types
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-            values, is_there = self._categories(name, column, rule)
-            return values, 1 if is_there is None else offsets_of(is_there)
+            return column, None
         if column.null_count or types.is_fixed_size_list(column.type):
             offsets = offsets_of(pyarrow.compute.list_value_length(column).fill_null(0).to_numpy())
             elements = column.flatten()
@@ -231,21 +251,15 @@ class _Record:
             elements = column.values.slice(offsets[0], offsets[-1] - offsets[0])
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
-        values, is_there = self._categories(name, elements, rule, offsets)
-        return values, offsets if is_there is None else offsets_of(is_there)[offsets - offsets[0]]
+        return elements, offsets
 
     def _categories(
-        self, name: str, elements: Any, rule: CategoryRule | None, offsets: Ids | None = None
+        self, name: str, elements: Any, rule: CategoryRule, offsets: Ids | None
     ) -> tuple[Int64s, Bools | None]:
         """The categories of those of the elements [N] that have one, and which have, [N]; None: all. Of rows by
         ``offsets`` [n + 1], from any number on; None: each row has one."""
         import pyarrow as pa
 
-        if rule is None:
-            if not (pa.types.is_integer(elements.type) or pa.types.is_timestamp(elements.type)):
-                held = f"column {name} of type {_type(elements)} holds no times"
-                raise DataError(f"{self._path}: {held}; cast it to integers or timestamps, or to lists of them")
-            elements, rule = elements.cast(pa.int64()), _TIMES
         kind = elements.type
         is_there: Bools | None = elements.is_valid().to_numpy(zero_copy_only=False) if elements.null_count else None
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):

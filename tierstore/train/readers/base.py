@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ids.texts import FROM_ZERO, CategoryRule
-from ...kernels.arrays import Bools, Floats
+from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn.jagged import KeyedJaggedTensor
 from .categories import Categories, FeatureHasher, OutsideTableError
 
@@ -30,13 +30,14 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
-    names; and what values of categorical ones become. ``times``: pairs of a categorical column and one that has a time
-    for each of its values."""
+    names; and what values of categorical ones become. ``longest``: how many of a list are kept, the last ones; 0: all.
+    ``times``: pairs of a categorical column and one that has a time for each of its values."""
 
     label: str
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     rule: CategoryRule = FROM_ZERO
+    longest: int = 0
     times: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,14 +48,14 @@ class Schema:
             )
         for column, time in self.times:
             if column not in self.sparse:
-                raise ValueError(f"data.time_columns: {time!r} has the times of {column!r}, which is no sparse column")
+                raise ValueError(f"times: {time!r} has the times of {column!r}, which is no sparse column")
         if not self.sparse:
             raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
 
     @property
     def time_columns(self) -> tuple[str, ...]:
-        """The columns that have times."""
-        return tuple(time for _, time in self.times)
+        """The columns that have times, in the order of those that they are beside."""
+        return tuple(time for column in self.sparse for own, time in self.times if own == column)
 
 
 MAX_REASON: Final = 200  # characters of another library's words in a message
@@ -70,19 +71,28 @@ class RawRows(NamedTuple):
     """[n]: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
-    categories: Categories  # of F columns, then of times
+    categories: Categories  # of F columns
+    times: Categories | None = None  # of ``Schema.time_columns``, in bags as those of their categorical columns
+
+    @classmethod
+    def of_bags(cls, labels: Floats, dense: Floats, bags: Sequence[Any], times: Sequence[Any]) -> "RawRows":
+        """From values and offsets of each column, as ``Categories.of_columns`` takes them."""
+        both = [list(zip(*each, strict=True)) for each in (bags, times) if each]
+        return cls(labels, dense, *(Categories.of_columns(values, offsets, len(labels)) for values, offsets in both))
 
     @classmethod
     def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
         """The rows of each part, copied unless there is one part."""
         if len(parts) == 1:
             return parts[0]
-        labels, dense, categories = zip(*parts, strict=True)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
+        labels, dense, categories, times = zip(*parts, strict=True)
+        beside = None if times[0] is None else Categories.joined(times)
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), beside)
 
     def part(self, begin: int, end: int) -> "RawRows":
         """Rows ``[begin, end)``, views."""
-        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
+        times = None if self.times is None else self.times.part(begin, end)
+        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end), times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +176,8 @@ class Reader(ABC):
                     )
                 first = total * part // parts
                 rows = whole if parts == 1 else whole.part(first, total * (part + 1) // parts)
-                self._require_times(rows.categories, row + first)
-                sparse, times = rows.categories.last(self.schema.rule.longest).split(len(self.schema.sparse))
                 try:
-                    values, offsets = map(torch.from_numpy, hasher(sparse))
+                    values, offsets = map(torch.from_numpy, hasher(rows.categories.last(self.schema.longest)))
                 except OutsideTableError as error:
                     place = f"{self.place(row + first + error.row)}, column {self.schema.sparse[error.column]}"
                     raise DataError(f"{place}: {error}") from None
@@ -178,7 +186,7 @@ class Reader(ABC):
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
                     labels=torch.from_numpy(np.maximum(rows.labels, np.float32(0))),
                     total_rows=total,
-                    times=times_of(self.schema.time_columns, times) if times.columns else None,
+                    times=None if rows.times is None else self._jagged(rows.times.last(self.schema.longest)),
                 )
                 row += total
             if stop_row is not None and row < stop_row:
@@ -186,20 +194,19 @@ class Reader(ABC):
 
         return read()
 
-    def _require_times(self, categories: Categories, row: int) -> None:
-        """DataError unless each category of a column with times has one; ``row``: the number of the first."""
-        sparse = self.schema.sparse
-        for place, (column, time) in enumerate(self.schema.times, len(sparse)):
-            counts = np.diff(categories.offsets[[sparse.index(column), place]])
-            for at in np.flatnonzero(counts[0] != counts[1])[:1].tolist():
-                found = f"{counts[0, at]} categories in {column}, {counts[1, at]} times in {time}"
-                raise DataError(f"{self.place(row + at)}: {found}; each needs one, and null counts as none")
+    def _jagged(self, times: Categories) -> KeyedJaggedTensor:
+        values, lengths = np.concatenate(times.columns), np.diff(times.offsets)
+        return KeyedJaggedTensor(self.schema.time_columns, torch.from_numpy(values), lengths=torch.from_numpy(lengths))
 
 
-def times_of(names: Sequence[str], times: Categories) -> KeyedJaggedTensor:
-    values = np.concatenate(times.columns)
-    offsets = np.append(times.offsets[:, :-1], len(values))
-    return KeyedJaggedTensor(names, torch.from_numpy(values), offsets=torch.from_numpy(offsets))
+def are_kept(where: tuple[Path, int], names: tuple[str, str], places: Int64s, own: Int64s, is_there: Any) -> Bools:
+    """Which times are of values that are there (None: all). DataError unless rows, from ``where`` on, have as many
+    times, with offsets ``own`` [n + 1], as values, with offsets ``places``."""
+    counts, times = np.diff(places), np.diff(own)
+    for at in np.flatnonzero(counts != times)[:1].tolist():
+        found = f"{counts[at]} values in {names[0]}, {times[at]} times in {names[1]}"
+        raise DataError(f"{where[0]}, row {where[1] + at}: {found}; each value needs one, a missing one too")
+    return np.ones(times.sum(), np.bool_) if is_there is None else is_there
 
 
 def require_data_file(path: Path) -> None:

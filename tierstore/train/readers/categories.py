@@ -66,21 +66,17 @@ class Categories(NamedTuple):
 
     def last(self, longest: int) -> "Categories":
         """Bags of the last ``longest`` categories each; 0: all."""
-        lengths = np.diff(self.offsets) if longest else self.offsets[:0]
-        if not longest or lengths.max(initial=0) <= longest:
+        if not longest:
             return self
+        lengths = np.diff(self.offsets)
         columns = [last_of(values, own, longest) for values, own in zip(self.columns, lengths, strict=True)]
         return Categories.of_columns(columns, map(offsets_of, np.minimum(lengths, longest)), lengths.shape[1])
 
-    def split(self, count: int) -> "tuple[Categories, Categories]":
-        """The first ``count`` columns, and the others; views."""
-        rest = self.offsets[count:]
-        others = Categories(self.columns[count:], rest - rest[:1, :1])
-        return Categories(self.columns[:count], self.offsets[:count]), others
-
 
 def last_of(values: Int64s, lengths: Int64s, longest: int) -> Int64s:
-    """Of bags end to end [N], of these lengths [n], the last ``longest`` values each."""
+    """Of bags end to end [N], of these lengths [n], the last ``longest`` values each; ``values`` if none has more."""
+    if lengths.max(initial=0) <= longest:
+        return values
     return values[np.repeat(np.cumsum(lengths), lengths) - np.arange(len(values)) <= longest]
 
 

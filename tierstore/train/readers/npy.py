@@ -19,6 +19,7 @@ from .base import (
     RawRows,
     Reader,
     Schema,
+    are_kept,
     are_labels,
     fits_float32,
     require_data_file,
@@ -48,7 +49,7 @@ class NpyReader(Reader):
     - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
     - ``sparse.npy`` [N, F]: one category a column. Or an array for each column: ``NAME.npy`` [N], or [N, K] for up to K
       categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
-      ``offsets[r + 1]``; or [N], without the end.
+      ``offsets[r + 1]``. Times of a categorical column have a shape of their own, of as many a row.
 
     Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
     -1 is. DataError where a file is missing, is no array of the right kind, or is longer than another.
@@ -68,10 +69,12 @@ class NpyReader(Reader):
         if (self.path / "sparse.npy").exists():
             self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.sparse),))
             lengths["sparse.npy"] = len(self._matrix)
+            if schema.times:
+                self._columns = [_Column(self.path / "sparse.npy", each, 1, len(each)) for each in self._matrix.T]
         else:
             self._columns = [_Column.open(self.path, name, len(self._label)) for name in schema.sparse]
-        self._times = [_Column.open(self.path, name, len(self._label), "iu") for name in schema.time_columns]
-        lengths |= {column.path.name: column.num_rows for column in (*self._columns, *self._times)}
+        self._times = [(of, _Column.open(self.path, name, len(self._label), "iu")) for of, name in schema.times]
+        lengths |= {column.path.name: column.num_rows for column in (*self._columns, *(own for _, own in self._times))}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
         self.files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
@@ -87,24 +90,24 @@ class NpyReader(Reader):
             label, dense = self._label[begin:end], self._dense[begin:end]
             _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
-            yield RawRows(label.astype(np.float32), dense.astype(np.float32), self._categories(begin, end))
-
-    def _categories(self, begin: int, end: int) -> Categories:
-        read = [column.read(begin, end, self.schema.rule) for column in self._columns]
-        if self._matrix is not None:
+            label, dense = label.astype(np.float32), dense.astype(np.float32)
+            if self._columns or self._matrix is None:
+                yield RawRows.of_bags(label, dense, *self._bags(begin, end))
+                continue
             matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
-            categories = Categories.of_matrix(matrix)
-            if not self._times:
-                return categories
-            read = list(zip(categories.columns, categories.offsets, strict=True))
-        read += [column.read(begin, end, None) for column in self._times]
-        values, offsets = zip(*read, strict=True)
-        return Categories.of_columns(values, offsets, end - begin)
+            yield RawRows(label, dense, Categories.of_matrix(matrix))
+
+    def _bags(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
+        bags, times = list[Any](), list[Any]()
+        for name, column in zip(self.schema.sparse, self._columns, strict=True):
+            values, offsets, is_there = column.read(begin, end, self.schema.rule)
+            bags.append((values, offsets))
+            times += [(own.beside(column, begin, end, is_there), offsets) for of, own in self._times if of == name]
+        return bags, times
 
 
 class _Column(NamedTuple):
-    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says; the end of the
-    last row may be left out."""
+    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says."""
 
     path: Path
     values: NDArray[Any]
@@ -116,36 +119,44 @@ class _Column(NamedTuple):
         path, offsets_path = folder / f"{name}.npy", folder / f"{name}.offsets.npy"
         if offsets_path.exists():
             values, offsets = _map(path, kinds, ()), _map(offsets_path, "iu", ())
-            has_end, last = len(offsets) != num_rows, int(offsets[-1]) if len(offsets) else -1
-            if last < 0 or offsets[0] != 0 or (last != len(values) if has_end else last > len(values)):
-                form = f"offsets go from 0 to {len(values)}, the length of {path.name}"
-                raise DataError(f"{offsets_path}: {form}; without that end there is one for each of {num_rows} rows")
-            return cls(path, values, offsets, len(offsets) - has_end)
+            if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
+                form = f"[{num_rows} + 1] offsets, with the end, from 0 to {len(values)}, the length of {path.name}"
+                raise DataError(f"{offsets_path} holds [{len(offsets)}]; expected {form}")
+            return cls(path, values, offsets, len(offsets) - 1)
         values = _map(path, kinds, None)
         size = 1 if values.ndim == 1 else values.shape[1]
         return cls(path, values.reshape(-1), size, len(values))
 
-    def read(self, begin: int, end: int, rule: CategoryRule | None) -> tuple[Int64s, Int64s | int]:
-        """Categories of rows ``[begin, end)``, or all integers without a rule, and the offsets of rows, from any number
-        on, or the length of each."""
-        if isinstance(self.offsets, int):
-            offsets = np.arange(begin, end + 1) * self.offsets
-        else:
-            offsets = self.offsets[begin : end + 1].astype(np.int64)
-            offsets = offsets if len(offsets) > end - begin else np.append(offsets, len(self.values))
-            are_in_order = offsets[1:] >= offsets[:-1]
-            if not are_in_order.all():
-                path = self.path.with_suffix(".offsets.npy")
-                _check(path, begin, offsets[1:], are_in_order, "at least the offset before it")
+    def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int, Bools | None]:
+        """Categories of rows ``[begin, end)``, offsets of rows, from any number on, or the length of each, and which
+        values have a category, None for all."""
+        offsets = self._places(begin, end)
         values = self.values[offsets[0] : offsets[-1]]
-        categories, are_all_there = _read_categories(self.path, int(offsets[0]), values, rule)
+        categories, are_all_there = _read_categories(self.path, int(offsets[0]), np.ascontiguousarray(values), rule)
         if are_all_there:
-            return categories, self.offsets if isinstance(self.offsets, int) else offsets
+            return categories, self.offsets if isinstance(self.offsets, int) else offsets, None
         is_there = categories != MISSING
-        return categories[is_there], offsets_of(is_there)[offsets - offsets[0]]
+        return categories[is_there], offsets_of(is_there)[offsets - offsets[0]], is_there
+
+    def beside(self, column: "_Column", begin: int, end: int, is_there: Bools | None) -> Int64s:
+        """The times of a column's categories in rows ``[begin, end)``."""
+        offsets, names = self._places(begin, end), (column.path.stem, self.path.stem)
+        kept = are_kept((self.path, begin), names, column._places(begin, end), offsets, is_there)
+        times = self.values[offsets[0] : offsets[-1]]
+        _check(self.path, int(offsets[0]), times, (times <= MAX_CATEGORY) | ~kept, "below 2**63")
+        return times[kept].astype(np.int64)
+
+    def _places(self, begin: int, end: int) -> Int64s:
+        """Offsets of rows ``[begin, end)`` and their end."""
+        if isinstance(self.offsets, int):
+            return np.arange(begin, end + 1) * self.offsets
+        offsets: Int64s = self.offsets[begin : end + 1].astype(np.int64)
+        good = (offsets[1:] >= offsets[:-1]) & (offsets[1:] <= len(self.values))
+        _check(self.path.with_suffix(".offsets.npy"), begin, offsets[1:], good, f"from the last to {len(self.values)}")
+        return offsets
 
 
-def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule | None) -> tuple[Int64s, bool]:
+def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
     """Categories of the array's shape, or ``MISSING``, a view where that is what it holds; and whether it is known that
     none is missing. ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
@@ -155,8 +166,6 @@ def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: Category
     if array.dtype.kind == "u":
         _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
     categories: Int64s = np.require(array, np.int64, "A")
-    if rule is None:
-        return categories, True
     least = categories.min(initial=0)
     return categories if least >= rule.least else np.where(categories < 0, MISSING, categories), bool(least >= 0)
 
