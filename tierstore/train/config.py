@@ -6,6 +6,7 @@ Each section is a dataclass; the help in a field is what the documentation shows
 # ruff: noqa: RUF009 (option makes dataclass fields)
 
 import functools
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -33,12 +34,6 @@ _MAX_COUNT, _MAX_TIMEOUT, _MAX_RATE = (1 << 63) - 1, 1 << 20, 1e30
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
     if not condition:
         raise ConfigError(f"{key} = {excerpt(value)}: expected {expected}")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is made of texts, numbers and truth values only."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return all(isinstance(each, str | int | float) if each is value else _is_plain(each) for each in items)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +98,9 @@ class DataSection(Checked):
         good, labels, weights = not (self.shuffle_files and self.train_rows), self.labels, self.label_weights
         _require(good, "data.train_rows", self.train_rows, "0 with data.shuffle_files; test on data.test_path")
         _require(bool(labels), "data.label_column", self.label_column, "the name of a column")
-        are_weights = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights)
-        good = not weights or (len(weights) == len(labels) > 1 and are_weights)
-        _require(good, "data.label_weights", weights, "a weight of 0 or more for each of several labels, not all 0")
+        good = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights) and len(weights) == len(labels) > 1
+        expected = "a weight of 0 or more for each of several labels, not all 0"
+        _require(good or not weights, "data.label_weights", weights, expected)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -189,7 +184,10 @@ class ModelSection(Checked):
         _require(self.tower_per_feature + self.tower_flat > 0, "model.tower_flat", 0, "1 or more vectors of a tower")
         _require(bool(self.class_) or not self.args, "model.args", self.args, "none without model.class")
         _require(not self.class_ or not self.towers, "model.towers", self.towers, "none with model.class")
-        _require(_is_plain(self.args), "model.args", self.args, "no dates; write them as strings")
+        try:
+            json.dumps(self.args)
+        except TypeError:
+            _require(False, "model.args", self.args, "no dates; write them as strings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,12 +297,11 @@ class RunConfig:
         size, batch = self.data.shuffle_rows, self.train.batch_size
         _require(not size % batch, "data.shuffle_rows", size, f"a multiple of train.batch_size, {batch:,}")
         tests = (self.train.test_each_epoch, self.train.test_every_steps, self.train.test_every_minutes)
-        every = self.train.test_every_steps or self.train.test_every_minutes
-        good, expected = self.data.has_test or not every, "0 without data.test_rows and data.test_path"
-        _require(good, "train.test_every_steps or test_every_minutes", every, expected)
         wanted, good = self.train.patience or self.train.keep_best, self.data.has_test and any(tests)
         expected = "none without test rows and train.test_each_epoch, test_every_steps or test_every_minutes"
         _require(good or not wanted, "train.patience or keep_best", wanted, expected)
+        good, expected = self.data.has_test or not any(tests[1:]), "none without data.test_rows or data.test_path"
+        _require(good, "train.test_every_steps or test_every_minutes", max(tests[1:]), expected)
         sizes = self.embedding.num_embeddings
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:

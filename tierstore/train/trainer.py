@@ -239,8 +239,7 @@ class _Training:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
         self.run.model.train()
         with contextlib.closing(self.progress), StopRequest() as stop:
-            if not self.is_whole:
-                self._go_on()
+            self._go_on()
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
             if self._config.train.keep_best and self.is_whole:
@@ -253,13 +252,14 @@ class _Training:
 
     def _go_on(self) -> None:
         """Count tests again after an early end, and take a test that the last process had no time for or failed in."""
-        section, position = self._config.train, self.position
-        if position.ended:
-            self.position = replace(position, tests_since=0, ended=0)
-        is_of_epoch = section.test_each_epoch and not position.row
-        is_due = section.test_every_steps and not position.step % section.test_every_steps
-        if position.step and (is_of_epoch or is_due):
-            self._test(f"step {position.step:,}")
+        section, step = self._config.train, self.position.step
+        if self.is_whole or not step:
+            return
+        if self.position.ended:
+            self.position = replace(self.position, tests_since=0, ended=0)
+        every = section.test_every_steps
+        if (section.test_each_epoch and not self.position.row) or (every and step % every == 0):
+            self._test(f"step {step:,}")
 
     def _show_best(self) -> None:
         """Go back to the version that tested best, the last one included."""
@@ -335,8 +335,7 @@ class _Training:
                 call.flush()
         best, local, keep = self.position.best_version, self.run.local, self._config.store.keep
         if self._config.train.keep_best:  # that one stays, besides the last ones
-            local.dropped = self.position.dropped(local.versions, keep)
-            local.keep = keep + (best in local.versions)
+            local.dropped, local.keep = self.position.dropped(local.versions, keep), keep + (best in local.versions)
         self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
         if self.position.best is not None:
             self.position = replace(self.position, best_version=best or self._pending.version)
