@@ -234,7 +234,7 @@ def test_a_test_is_the_best_or_counts(values, best, since):
     assert position.best_version == (7 if since else 0)
 
 
-@pytest.mark.parametrize(("keep", "dropped"), [(1, [1, 3, 4, 5]), (2, [1, 3, 4]), (4, [1]), (5, []), (9, [])])
+@pytest.mark.parametrize(("keep", "dropped"), [(1, [1, 3, 4, 5]), (2, [1, 3, 4]), (4, [1]), (5, []), (7, []), (9, [])])
 def test_the_best_version_stays_besides_the_last_ones(keep, dropped):
     assert Position(best_version=2).dropped([1, 2, 3, 4, 5], keep) == dropped
 
