@@ -185,28 +185,23 @@ def _change(change: str, options: argparse.Namespace) -> int:
 
     name, given = options.table, vars(options)
     with open_store(options.directory, create=False, ddr="64MiB") as store:
-        config = store[name].config
         if change in ("grow", "rename"):
             store.change_table(name, num_embeddings=given.get("rows"), name=given.get("name"))
         elif not options.yes:
             raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
         else:
             store.drop_table(name)
-            if change == "reset":
-                store.create_table(config)
         print(*store.tables.values(), sep="\n")
     return 0
 
 
 _TABLE: Final = arg("table", metavar="TABLE", help="its name")
-_YES: Final = arg("--yes", help="all its rows go; tierstore backup keeps them")
 TABLE_COMMANDS: Final = {
     name: command(partial(_change, name), (_DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
     for name, text, last in (
         ("grow", "give a table more rows", arg("rows", type=int, metavar="ROWS", help="how many it is to have")),
         ("rename", "give a table another name", arg("name", metavar="NAME", help="the new name")),
-        ("reset", "begin a table again, with first values", _YES),
-        ("drop", "drop a table with all its rows", _YES),
+        ("drop", "drop a table with all its rows", arg("--yes", help="all its rows go; tierstore backup keeps them")),
     )
 }
 

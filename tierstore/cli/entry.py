@@ -398,7 +398,7 @@ _COMMANDS: Final = {
     ),
     "table": group(
         partial(_commands_of, "commands", "TABLE_COMMANDS"),
-        "grow, rename, reset or drop a table",
+        "grow, rename or drop a table",
         "Change one table of a store, in place and durably, in all versions that are kept. Train on once it is done.",
     ),
     "export": EXPORT,
