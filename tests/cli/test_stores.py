@@ -4,7 +4,10 @@ import contextlib
 import errno
 import json
 import os
+import re
+import struct
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,9 +19,12 @@ from tests.plan.hosts import shop_workload
 from tierstore.cli import commands
 from tierstore.cli import entry as cli
 from tierstore.io.meta import PlainTree
+from tierstore.io.records import item_key, version_item
 from tierstore.plan.workload import workload_toml
 from tierstore.settings.sections import to_dict
 from tierstore.store.directory import require_outside
+from tierstore.store.manifest import Manifest
+from tierstore.store.version import Version, tensor_sizes
 from tierstore.train import RunConfig
 from tierstore.train.config import load
 
@@ -62,10 +68,12 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
                 assert cli.main(["inspect", str(store.directory)]) == 0
             said.append(capsys.readouterr().out)
         assert said[0] == said[1]
+        monkeypatch.setattr("tierstore.offline.inspection._look", None)  # all is of one open
         assert cli.main(["inspect", str(store.directory), "--json"]) == 0
         store.commit()
         store.commit()
         assert not tree.is_whole()
+        tree.close()
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["extra"]) == (150, {"n": 149})
     assert (found["tensors"], found["tensor_bytes"]) == (1, 1_200_000)
@@ -73,6 +81,56 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
     dates = [began - 1, *(datetime.fromisoformat(each["date"]).timestamp() for each in found["versions"]), time.time()]
     assert len(dates) == 152
     assert sorted(dates) == dates
+
+
+def meta_pages(data, store):
+    """An empty tree, by both meta pages."""
+    page_bytes = json.loads((store / "manifest.json").read_text())["body"]["page_bytes"]
+    for start in (0, page_bytes):
+        struct.pack_into("<H", data, start + 94, 0)
+        struct.pack_into("<Q", data, start + 128, 2**64 - 1)
+
+
+def nodes(where, form, value):
+    """Nodes of the payload's first chunk, on all pages."""
+
+    def change(data, _):
+        for found in re.finditer(re.escape(item_key(version_item(1, 0))), data):
+            struct.pack_into(form, data, found.start() + where, value)
+
+    return change
+
+
+def manifest(data, store):
+    found = Manifest.read(store)
+    replace(found, page_bytes=2 * found.page_bytes).write(store)
+
+
+DAMAGE = {"empty": meta_pages, "page": nodes(16, "<Q", 2**61), "size": nodes(-8, "<I", 2**32 - 1), "sizes": manifest}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_inspect_says_of_a_damaged_store_what_an_open_says(store_dir, capsys, kind):
+    with tierstore.open(store_dir, ddr="8MiB") as store:
+        store.commit(tensors={"w": torch.zeros(10_000)})
+    (store_dir / "rows.anchor").unlink()
+    path = store_dir / "rows.lmdb"
+    data = bytearray(path.read_bytes())
+    DAMAGE[kind](data, store_dir)
+    path.write_bytes(data)
+    assert cli.main(["inspect", str(store_dir)]) == 1
+    with pytest.raises(tierstore.errors.TierstoreError) as opened:
+        tierstore.open(store_dir, mode="r", ddr="1MiB")
+    assert capsys.readouterr().err == f"tierstore: {opened.value}\n"
+
+
+@pytest.mark.parametrize(
+    "header", ["[]", "{", '{"w": {}}', '{"w": {"data_offsets": [9, 3]}}', '{"w": {"data_offsets": "xy"}}']
+)
+def test_sizes_of_damaged_tensors_are_an_error_of_ours(header):
+    version = Version(3, {}, {}, len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(tierstore.errors.DamagedError, match="the tensors of version 3 cannot be read"):
+        tensor_sizes(version)
 
 
 def test_tables_change_in_place(store_with_rows, capsys):

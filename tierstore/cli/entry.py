@@ -350,7 +350,7 @@ _COMMANDS: Final = {
         _inspect,
         (_DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
         "say what a store holds",
-        "Say what a store holds. Nothing is changed.",
+        "Say what a store holds. Reads only what it shows; tierstore verify checks. Nothing is changed.",
         "",
     ),
     "verify": command(

@@ -250,6 +250,16 @@ def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
 
 
+def tensor_sizes(version: Version) -> list[int]:
+    """Bytes of each of a version's tensors, which are not read; DamagedError if their header cannot be."""
+    try:
+        header = json.loads(bytes(_split(version.tensors)[0]) or b"{}")
+        places = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+        return [require_int(stop - start, "size", 0, len(version.tensors)) for start, stop in places]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
+
+
 def unpack_tensors(version: Version) -> "dict[str, Tensor]":
     """The tensors of a version, on the CPU; DamagedError if they are not in safetensors format."""
     import safetensors.torch
