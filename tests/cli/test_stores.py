@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -185,18 +186,46 @@ def test_a_backup_goes_to_a_url_and_comes_back(store_with_rows, tmp_path, capsys
     pytest.importorskip("fsspec")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = f"{kind}://{tmp_path}/there/monday"
+    (tmp_path / "there").mkdir()
     assert cli.main(["backup", str(store_with_rows), url]) == 0
     assert capsys.readouterr().out.startswith(f"{url}: version 1, ")
     assert cli.main(["backup", str(store_with_rows), url]) == 1
-    assert f"{url} is not empty; choose another place" in capsys.readouterr().err
+    assert "there/monday is not empty" in capsys.readouterr().err
     assert cli.main(["backup", url, str(tmp_path / "back")]) == 0
     assert cli.main(["verify", str(tmp_path / "back")]) == 0
     assert cli.main(["backup", f"{url}/nix", str(tmp_path / "none")]) == 1
-    assert f"there is nothing at {url}/nix; check the URL" in capsys.readouterr().err
+    assert {"memory": "/nix is no finished backup", "file": "no store at "}[kind] in capsys.readouterr().err
+    assert cli.main(["backup", f"file://{store_with_rows}", str(tmp_path / "copy")]) == 0, "of a store in use, too"
     for command in ("verify", "inspect"):
         assert cli.main([command, url]) == 1
         assert "is a URL, and a store is a folder of this machine: bring it here by " in capsys.readouterr().err
-    assert {each.name for each in tmp_path.iterdir()} <= {store_with_rows.name, "back", "there"}
+    assert {each.name for each in tmp_path.iterdir()} <= {store_with_rows.name, "back", "copy", "there"}
+
+
+@pytest.mark.parametrize("kind", ["cut short", "not whole", "killed", "others"])
+def test_a_backup_that_did_not_reach_its_url_does_not_block_the_next(store_with_rows, tmp_path, capsys, kind):
+    there, url = pytest.importorskip("fsspec").filesystem("memory"), f"memory://{tmp_path}"
+    put, backup = type(there).put_file, ["backup", str(store_with_rows), url]
+
+    def failing(self, source, target):
+        put(self, source, target)
+        if target.endswith("manifest.json" if kind == "cut short" else "rows.lmdb"):
+            there.pipe(target, b"{")
+            if kind == "cut short":
+                raise KeyboardInterrupt
+
+    if kind in ("killed", "others"):
+        there.pipe(f"{tmp_path}/{'rows.lmdb' if kind == 'killed' else 'sub/rows.lmdb'}", b"{")
+        assert cli.main(["backup", url, str(tmp_path / "back")]) == 1
+        assert "is no finished backup, which is rows.lmdb and manifest.json: it holds" in capsys.readouterr().err
+        assert cli.main(backup) == (kind == "others")
+    else:
+        with patch.object(type(there), "put_file", failing):
+            assert cli.main(backup) == (130 if kind == "cut short" else 1)
+        assert there.find(str(tmp_path)) == []
+        assert cli.main(backup) == 0
+    assert cli.main(["backup", url, str(tmp_path / "back")]) == (kind == "others")
+    there.rm(str(tmp_path), recursive=True)
 
 
 def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
+_FILES: Final = ("rows.lmdb", "manifest.json")  # of a backup
 _NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
 _ARGUMENTS: Final = {
     r"mapping=\{'?(.*?)'?: '?([^'{}]*)'?\}": r"--map \1=\2",
@@ -208,16 +209,18 @@ TABLE_COMMANDS: Final = {
 
 def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
-    from ..system.places import fetch, is_url, send
+    from ..system.places import bring, local, send, shown
 
-    with tempfile.TemporaryDirectory() as work:
-        source = fetch(options.directory, Path(work)) if is_url(options.directory) else options.directory
-        target = Path(work, "copy") if is_url(options.target) else options.target
+    source, target = local(options.directory), local(options.target)
+    with contextlib.ExitStack() as held:
+        work = Path() if source and target else Path(held.enter_context(tempfile.TemporaryDirectory()))
+        if source is None:
+            bring(options.directory, source := work / "source", *_FILES)
         with open_store(source, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-            report = store.backup(target, progress=show)
-        if is_url(options.target):
-            send(report.target, options.target, "rows.lmdb", "manifest.json")
-    print(f"{options.target}: version {report.version}, {format_size(report.size_bytes)}")
+            report = store.backup(target or work / "copy", progress=show)
+        if target is None:
+            send(report.target, options.target, *_FILES)
+    print(f"{shown(options.target)}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
@@ -229,7 +232,7 @@ BACKUP: Final = command(
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
-    "cut short is no store; run the command again.",
+    "cut short is no store; run the command again. Send one backup at a time to a URL.",
     """examples:
   tierstore backup shop /backups/shop-monday
   tierstore verify /backups/shop-monday

@@ -94,8 +94,7 @@ def to_dict(directory: str | Path) -> dict[str, Any]:
 
 
 def _to_dict(directory: Path, content: _Content) -> dict[str, Any]:
-    tables, version, dates, written = content
-    tensors = tensor_sizes(version)
+    (tables, version, dates, written), tensors = content, tensor_sizes(content.version)
     return {
         "directory": str(directory),
         "version": version.number,
@@ -109,7 +108,7 @@ def _to_dict(directory: Path, content: _Content) -> dict[str, Any]:
         # Row files are sparse: what counts is what they take on the device.
         "files": {path.name: path.stat().st_blocks * 512 for path in sorted(directory.iterdir()) if path.is_file()},
         "tensors": len(tensors),
-        "tensor_bytes": sum(tensors),
+        "tensor_bytes": sum(tensors.values()),
         "extra": version.extra,
     }
 
