@@ -62,10 +62,9 @@ def _export(options: argparse.Namespace) -> int:
         report = export_store(
             options.directory, options.out, tables=options.table, version=options.at, progress=show, **given
         )
-    print(
-        f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
-    )
+    tensors = f" in {format_count(len(report.keys), 'tensor')}" * bool(report.keys)
+    rows, size = format_count(report.rows, "row"), format_size(report.size_bytes)
+    print(f"{report.path}: version {report.version}, {rows}{tensors}, {size}")
     _print_some("", report.keys)
     return 0
 

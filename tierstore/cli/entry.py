@@ -54,6 +54,18 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
 """Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
 
+_PULL: Final = "servers pull: leave it out, and start them with tierstore serve --from URL"
+_GONE: Final = {("publish", flag): _PULL for flag in ("--to", "--since", "--fan-out", "--dry-run")} | {
+    ("serve", "--updates"): "a replica follows its sources: give --from URL",
+    ("serve", "--peers"): "a replica follows its sources: give --from URL",
+    ("serve", "--max-queue-requests"): "4,096 may wait; leave it out",
+    ("serve", "--body-bytes"): "it is 64 MiB; leave it out",
+    ("serve", "--receive-seconds"): "it is 30; leave it out",
+    ("serve", "--model-control"): "start a server with the stores that it is to have",
+}
+"""Flags of earlier releases, and the new way."""
+
+
 def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ()) -> int:
     """As ``cli.main``. ``interrupts``: not empty after Ctrl-C, of which imports of C code may make another error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: names that a terminal cannot show are no error
@@ -64,7 +76,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ())
         return _fail(unknown, EXIT_USAGE)
     options, others = build_parser(arguments).parse_known_args(arguments)
     if others:
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}")  # of the command, whose usage it shows
+        command, flags = options.parser.prog.split(" ", 1)[-1], [each.split("=")[0] for each in others]
+        gone = [f"{each} is no more: {_GONE[command, each]}" for each in flags if (command, each) in _GONE]
+        options.parser.error("; ".join(gone) or f"unrecognized arguments: {' '.join(others)}")  # and shows its usage
     options.words = arguments
     return _run(options.run, options, interrupts)
 
@@ -94,7 +108,7 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
     try:
         return command(options)
     except BaseException as error:
-        if interrupts or isinstance(error, KeyboardInterrupt):
+        if isinstance(error, (KeyboardInterrupt, ImportError, SystemError) if interrupts else KeyboardInterrupt):
             return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
@@ -118,6 +132,7 @@ def build_parser(words: Sequence[str] | None = ()) -> argparse.ArgumentParser:
         prog="tierstore",
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",
         epilog="tierstore help COMMAND says what a command takes.",
+        allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="version", version=f"tierstore {__version__}")
     _add_commands(parser, _COMMANDS, words if words is None else list(words))
@@ -135,6 +150,7 @@ def _add_commands(
             help=each.help,
             description=each.description,
             epilog=each.examples,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter if each.examples else argparse.HelpFormatter,
         )
         if each.commands is None:
