@@ -84,30 +84,18 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
     assert sorted(dates) == dates
 
 
-def meta_pages(data, store):
-    """An empty tree, by both meta pages."""
-    page_bytes = json.loads((store / "manifest.json").read_text())["body"]["page_bytes"]
-    for start in (0, page_bytes):
-        struct.pack_into("<H", data, start + 94, 0)
-        struct.pack_into("<Q", data, start + 128, 2**64 - 1)
+def edit(data, found, form, value):
+    for each in found:
+        struct.pack_into(form, data, each, value)
 
 
-def nodes(where, form, value):
-    """Nodes of the payload's first chunk, on all pages."""
-
-    def change(data, _):
-        for found in re.finditer(re.escape(item_key(version_item(1, 0))), data):
-            struct.pack_into(form, data, found.start() + where, value)
-
-    return change
-
-
-def manifest(data, store):
-    found = Manifest.read(store)
-    replace(found, page_bytes=2 * found.page_bytes).write(store)
-
-
-DAMAGE = {"empty": meta_pages, "page": nodes(16, "<Q", 2**61), "size": nodes(-8, "<I", 2**32 - 1), "sizes": manifest}
+CHUNK = re.escape(item_key(version_item(1, 0)))
+DAMAGE = {
+    "an empty tree": lambda data, metas: [edit(data, metas(94), "<H", 0), edit(data, metas(128), "<Q", 2**64 - 1)],
+    "a page number": lambda data, _: edit(data, [each.end() for each in re.finditer(CHUNK, data)], "<Q", 2**61),
+    "a size": lambda data, _: edit(data, [each.start() - 8 for each in re.finditer(CHUNK, data)], "<I", 2**32 - 1),
+    "a manifest's page size": lambda *_: None,
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -116,9 +104,11 @@ def test_inspect_says_of_a_damaged_store_what_an_open_says(store_dir, capsys, ki
         store.commit(tensors={"w": torch.zeros(10_000)})
     (store_dir / "rows.anchor").unlink()
     path = store_dir / "rows.lmdb"
-    data = bytearray(path.read_bytes())
-    DAMAGE[kind](data, store_dir)
+    data, found = bytearray(path.read_bytes()), Manifest.read(store_dir)
+    DAMAGE[kind](data, lambda at: (at, found.page_bytes + at))
     path.write_bytes(data)
+    if "manifest" in kind:
+        replace(found, page_bytes=2 * found.page_bytes).write(store_dir)
     assert cli.main(["inspect", str(store_dir)]) == 1
     with pytest.raises(tierstore.errors.TierstoreError) as opened:
         tierstore.open(store_dir, mode="r", ddr="1MiB")

@@ -36,7 +36,7 @@ _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
 _DTYPES: Final = ("float32", "float16", "bfloat16")
-_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
+DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _NEW_DIRECTORY: Final = arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
 _VERSION: Final = arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
@@ -141,7 +141,7 @@ def _optimizer(options: argparse.Namespace) -> "optim.Optimizer | None":
 EXPORT: Final = command(
     _export,
     (
-        _DIRECTORY,
+        DIRECTORY,
         arg("out", metavar="OUT", help="file to write: .safetensors, or of one table .npy, .csv or .parquet"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
@@ -197,7 +197,7 @@ def _change(change: str, options: argparse.Namespace) -> int:
 
 _TABLE: Final = arg("table", metavar="TABLE", help="its name")
 TABLE_COMMANDS: Final = {
-    name: command(partial(_change, name), (_DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
+    name: command(partial(_change, name), (DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
     for name, text, last in (
         ("grow", "give a table more rows", arg("rows", type=int, metavar="ROWS", help="how many it is to have")),
         ("rename", "give a table another name", arg("name", metavar="NAME", help="the new name")),
@@ -255,7 +255,7 @@ def _compact(options: argparse.Namespace) -> int:
 COMPACT: Final = command(
     _compact,
     (
-        _DIRECTORY,
+        DIRECTORY,
         arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
         arg("--trace", metavar="FILE.npz", help="put rows side by side that this trace reads together"),
     ),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
@@ -20,7 +20,7 @@ from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
+from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -38,7 +38,7 @@ def _depth(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[str, ...], str]]] = {
+_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], Any, str]]] = {
     "--data": ("data.path", str, "PATH", "file or folder to train on"),
     "--store": ("store.path", str, "DIR", "folder of the store"),
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
@@ -299,8 +299,8 @@ def _commands_of(module: str, name: str = "COMMANDS") -> "Mapping[str, Command]"
     return found
 
 
+_SET_HELP: Final = "values of a key, as train.batch_size=256,1024; of several keys, every combination"
 _RUN_FILE: Final = arg("run_file", metavar="FILE.toml", help="the run file")
-_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _COMMANDS: Final = {
     "train": command(
         _train,
@@ -312,8 +312,7 @@ _COMMANDS: Final = {
                     dest=key,
                     type=kind,
                     help=f"{text} ({key})",
-                    metavar=what if isinstance(what, str) else None,
-                    choices=None if isinstance(what, str) else what,
+                    **{"metavar" if type(what) is str else "choices": what},
                 )
                 for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),
@@ -334,13 +333,7 @@ _COMMANDS: Final = {
         (
             _RUN_FILE,
             arg("folder", metavar="DIR", help="folder of the sweep, with a folder for each run; made if need be"),
-            arg(
-                "--set",
-                action="append",
-                default=[],
-                metavar="SECTION.KEY=VALUE,...",
-                help="values of a key, as train.batch_size=256,1024; of several keys, every combination",
-            ),
+            arg("--set", action="append", default=[], metavar="SECTION.KEY=VALUE,...", help=_SET_HELP),
             arg("--seeds", type=int, default=1, metavar="N", help="seeds of each, from train.seed on (default: 1)"),
             arg("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default: 1)"),
         ),
@@ -364,21 +357,21 @@ _COMMANDS: Final = {
     ),
     "inspect": command(
         _inspect,
-        (_DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
+        (DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
         "say what a store holds",
         "Say what a store holds. Reads only what it shows; tierstore verify checks. Nothing is changed.",
         "",
     ),
     "verify": command(
         _verify,
-        (_DIRECTORY,),
+        (DIRECTORY,),
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
         "",
     ),
     "rollback": command(
         _rollback,
-        (_DIRECTORY, arg("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")),
+        (DIRECTORY, arg("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")),
         "go back to a version that the store kept",
         "Make a kept version the current one again. Later versions are dropped. A run keeps versions with store.keep.",
         """example:

@@ -77,7 +77,7 @@ class _TablePlan(NamedTuple):
 def export_store(
     directory: str | os.PathLike[str], out: str | os.PathLike[str], *, tables: Sequence[str] | None = None,
     key: str = DEFAULT_KEY, state: bool = False, dense: bool = False, version: int | None = None, force: bool = False,
-    ddr: int | str = "256MiB", progress: Progress = None,
+    ddr: int | str = "256MiB", progress: Progress = None
 ) -> ExportReport:  # fmt: skip
     """Write every row of some tables, as of one version, to a file; rows never written have first values.
 
@@ -129,7 +129,7 @@ def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -
     rows, dim = table.config.num_embeddings if ids is None else len(ids), table.config.embedding_dim
     with (
         partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file,
-        _row_writer(file, path, rows, dim) as write,
+        _row_writer(file, path, rows, dim) as write
     ):  # fmt: skip
         require_room(path, _OF_ROWS[path.suffix] * rows * dim)
         for start, stop in chunks(table, rows):

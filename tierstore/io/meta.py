@@ -139,11 +139,11 @@ class PlainTree:
 
     def _read(self, page: int, start: int, size: int) -> bytes:
         """So many bytes from one of a page on. ValueError: the file has not so many."""
-        place, page_bytes = page * self.meta.page_bytes + start, self.meta.page_bytes
-        if place + size > (self.meta.last_page + 1) * page_bytes:
+        page_bytes = self.meta.page_bytes
+        place = page * page_bytes + start
+        is_inside = place + size <= (self.meta.last_page + 1) * page_bytes
+        if not is_inside or len(data := os.pread(self._file.fileno(), size, place)) < size:
             raise ValueError(f"page {page} is none, or does not hold {size} bytes")
-        if len(data := os.pread(self._file.fileno(), size, place)) < size:
-            raise ValueError(f"the file ends before page {page}")
         return data
 
     def get(self, key: bytes) -> bytes | None:

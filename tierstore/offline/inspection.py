@@ -23,13 +23,12 @@ _MAX_EXTRA_CHARACTERS: Final = 200
 
 
 class _Content(NamedTuple):
-    """A store's tables, its last version, when each that it keeps was made, None if that is not known; and, if they
-    were counted, how many rows of each table were ever written."""
+    """A store's tables, its last version, when each that it keeps was made or None, and counts of a table's rows."""
 
     tables: list[TableConfig]
     version: Version
     dates: dict[int, str | None]
-    written: dict[str, int] | None = None
+    written: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, tree: AnyTree, manifest: Manifest) -> "_Content":
@@ -37,19 +36,16 @@ class _Content(NamedTuple):
         version = unpack(head.current, read_payload(tree, read_record(tree, head.current)))
         version.require_of(manifest)
         tables = [each for each in version.manifest_of(manifest).tables if not each.is_hidden]
-        earlier = {each: _date(_first_part(tree, each)) for each in head.kept[:-1]}
-        return cls(tables, version, earlier | dict.fromkeys(head.kept[-1:], _date(version)))
+        seconds = {each: _seconds(tree, each) for each in head.kept[:-1]}
+        seconds |= dict.fromkeys(head.kept[-1:], version.lineage.seconds)
+        dates = {each: f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}" for each, at in seconds.items() if at}
+        return cls(tables, version, dict.fromkeys(head.kept) | dates, {})
 
 
-def _first_part(tree: AnyTree, version: int) -> Version | None:
+def _seconds(tree: AnyTree, version: int) -> int:
     with contextlib.suppress(DamagedError):  # a header that is longer than its first chunk
-        return unpack(version, tree.get(item_key(version_item(version, 0))) or b"")
-    return None
-
-
-def _date(version: Version | None) -> str | None:
-    seconds = 0 if version is None else version.lineage.seconds
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}" if seconds else None
+        return unpack(version, tree.get(item_key(version_item(version, 0))) or b"").lineage.seconds
+    return 0
 
 
 def _look(directory: Path) -> _Content:
@@ -77,7 +73,7 @@ def _look_by_open(directory: Path, *, with_rows: bool = False) -> _Content:
             return content
         cold.set_tables(manifest.shapes)
         rows = {each.name: sum(map(len, cold.stored_rows(place))) for place, each in enumerate(manifest.tables)}
-        return content._replace(written=rows)
+        return content._replace(written={name: {"written_rows": count} for name, count in rows.items()})
 
 
 def stores_in(directory: str | Path) -> list[Path]:
@@ -100,9 +96,7 @@ def _to_dict(directory: Path, content: _Content) -> dict[str, Any]:
         "version": version.number,
         "versions": [{"version": each, "date": date} for each, date in dates.items()],
         "tables": [
-            each.to_dict()
-            | {"size_bytes": each.size_bytes(mmap.PAGESIZE)}
-            | ({} if written is None else {"written_rows": written[each.name]})
+            each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} | written.get(each.name, {})
             for each in tables
         ],
         # Row files are sparse: what counts is what they take on the device.

@@ -14,7 +14,6 @@ from ..errors import TierstoreError
 from .checks import excerpt_names
 
 _STATE: Final = {"size", "etag", "mtime", "lastmodified", "created", "updated", "generation", "md5hash", "contentmd5"}
-"""What file systems tell that changes with a file: one or several of these."""
 
 
 def local(place: str) -> Path | None:
@@ -77,9 +76,7 @@ def near(url: str) -> Path:
             with tempfile.TemporaryDirectory(prefix=".", dir=home) as work:
                 there.get(place, f"{work}/{state}/{name}", recursive=True)
                 if _state(there, place) != state:
-                    raise TierstoreError(
-                        f"{shown(url)} changed while it was copied; try again when nobody writes to it"
-                    )
+                    raise TierstoreError(f"{shown(url)} changed while it was copied; try again when that is over")
                 try:
                     Path(work, state).rename(copy)
                 except OSError:
@@ -94,13 +91,9 @@ def bring(url: str, folder: Path, *names: str) -> None:
     """Copy files from a folder at a URL into a new one. TierstoreError unless it holds these and no others."""
     with _there(url) as (there, path):
         if (held := {*_files(there, path)}) != {*names}:
-            raise TierstoreError(
-                f"{shown(url)} is no finished backup, which is {' and '.join(names)}: it holds "
-                f"{excerpt_names(sorted(held)) or 'nothing'}; check the URL, or run tierstore backup DIR URL"
-            )
-        folder.mkdir()
-        for name in names:
-            there.get_file(f"{path}/{name}", str(folder / name))
+            what = f"which is {' and '.join(names)}: it holds {excerpt_names(sorted(held)) or 'nothing'}"
+            raise TierstoreError(f"{shown(url)} is no finished backup, {what}; check the URL, or make the backup again")
+        there.get(path, str(folder), recursive=True)
 
 
 def send(folder: Path, url: str, *names: str) -> None:
@@ -113,7 +106,7 @@ def send(folder: Path, url: str, *names: str) -> None:
         try:
             for name in names:
                 there.put_file(str(folder / name), f"{path}/{name}")
-                if _files(there, path)[name]["size"] != (folder / name).stat().st_size:
+                if there.size(f"{path}/{name}") != (folder / name).stat().st_size:
                     raise TierstoreError(f"{shown(url)}: {name} was not written whole; try again")
         except BaseException:
             for name in names:

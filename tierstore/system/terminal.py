@@ -79,9 +79,8 @@ def html_table(*rows: Sequence[object]) -> str:
 
 @contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, a line every 10 s if that is no terminal; give it to a ``progress=``. ``look`` is
-    tqdm's. It is called with what is done and the total, and what the bar is to be called from then on, if it changes.
-    """
+    """A progress bar on stderr, or a line every 10 s, to give as ``progress=``. ``look`` is tqdm's. It is called with
+    what is done and the total, and what the bar is to be called from then on, if it changes."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield _lines(what)
         return
