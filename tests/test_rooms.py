@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "tierstore"
 LINES = {
-    "errors": 99, "system": 1358, "settings": 290, "report": 186, "layout": 169, "kernels": 2092, "init": 167,
+    "errors": 99, "system": 1359, "settings": 290, "report": 186, "layout": 169, "kernels": 2092, "init": 167,
     "optim": 888, "ids": 938, "config": 242, "cache": 2058, "io": 6253, "pool": 2425, "hbm": 3060, "lookup": 826,
     "trace": 478, "store": 4310, "exchange": 937, "nn": 2797, "dist": 5206, "models": 397, "offline": 715,
     "updates": 1657, "train": 3840, "plan": 3830, "serve": 6735, "precision": 370, "warm_up": 339, "cli": 1353,

@@ -29,14 +29,15 @@ def shown(url: str) -> str:
 
 @contextlib.contextmanager
 def _there(url: str) -> Iterator[tuple[Any, str]]:
-    """A file system of fsspec, and the path in it. ImportError: a package is missing. TierstoreError: a call fails."""
+    """A file system of fsspec, and the path in it. ImportError: a package is missing. ValueError: no kind of URL.
+    TierstoreError: a call fails."""
     try:
         from fsspec.core import url_to_fs
 
         yield url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"{shown(url)}: {error}: pip install fsspec s3fs, and gcsfs for gs://") from None
-    except TierstoreError:
+    except (TierstoreError, ValueError):
         raise
     except Exception as error:  # fsspec's file systems have errors of their own
         said = f"{type(error).__name__}: {error}".replace(url, shown(url))
