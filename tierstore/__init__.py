@@ -20,7 +20,7 @@ __all__ = [
 
 _system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.unsharded").open_whole(*source)
 _HOMES: Final = {
-    "TableConfig": "config", "prefetch": "nn.prefetch", "checkpoint": "nn.checkpoint",
+    "TableConfig": "config", "prefetch": "nn.prefetch", "checkpoint": "nn.checkpoint:",
     "open": "store.opening:open_store",
     **dict.fromkeys(("JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"), "nn.jagged"),
     **dict.fromkeys(("TieredEmbedding", "TieredEmbeddingBag"), "nn.embedding"),
@@ -49,7 +49,4 @@ if TYPE_CHECKING:
     from .store import Store, Table
     from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
 else:
-    __getattr__ = _system.late(globals(), _HOMES)
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = _system.late(globals(), _HOMES)

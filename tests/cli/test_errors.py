@@ -6,7 +6,9 @@ import runpy
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from tierstore.cli import entry as cli
 from tierstore.config import Pooling
 from tierstore.layout import FloatName
 from tierstore.optim.configs import RULES, RuleName
+from tierstore.system import late, terminal
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,55 @@ def test_wrong_words_show_the_usage(capsys):
         errors = capsys.readouterr().err
         assert errors.startswith(f"usage: tierstore {command} [-h]")
         assert errors.endswith(f"tierstore {command}: error: unrecognized arguments: --nosuch\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "publish s --to http://x",
+            "--to is no more: servers pull: leave it out, and start them with tierstore serve --",
+        ),
+        ("publish s --fan-out=3", "--fan-out is no more: servers pull: "),
+        ("serve --peers http://x", "--peers is no more: a replica follows its sources: give --from URL"),
+        ("serve --body-bytes 9", "--body-bytes is no more: it is 64 MiB; leave it out"),
+        ("publish s --tok x", "unrecognized arguments: --tok x"),  # is not --token-file
+        ("train f --to x", "unrecognized arguments: --to x"),
+    ],
+)
+def test_flags_that_went_say_the_new_way_and_none_is_cut_short(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 2), (ImportError, 130), (KeyboardInterrupt, 130)])
+def test_after_ctrl_c_errors_of_imports_are_its_own_and_others_are_said(error, status, capsys, monkeypatch):
+    monkeypatch.setattr("tierstore.offline.inspection.describe", Mock(side_effect=error("of the command")))
+    assert cli.main(["inspect", "x"], [signal.SIGINT]) == status
+    assert ("of the command" in capsys.readouterr().err) == (status != 130)
+
+
+def test_commands_run_in_any_thread(capsys):
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tierstore.cli.main, ["inspect", "nosuch"]).result() == 1
+    assert "no store at " in capsys.readouterr().err
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("time.monotonic", iter([0, 9, 10, 10, 11, 20, 20]).__next__)
+    with terminal.byte_bar("export") as show:
+        for done in (1, 1000, 2000, 3000):
+            show(done, 5000, "verify" if done == 3000 else None)
+    assert capsys.readouterr().err == "export: 1,000 of 5,000\nverify: 3,000 of 5,000\n"
+
+
+def test_names_that_load_late_are_listed_and_none_stands_for_another():
+    find, names = late({"__name__": "tierstore", "__all__": ["Config"]}, {"Config": "config"})
+    assert names() == ["Config", "__all__", "__name__"]
+    with pytest.raises(AttributeError, match="no attribute 'Config'"):
+        find("Config")
+    assert set(tierstore.optim.__all__) <= {*dir(tierstore.optim)}
 
 
 def test_traceback_shows_where_an_error_arose(tmp_path):

@@ -4,9 +4,13 @@ import contextlib
 import errno
 import json
 import os
+import re
+import struct
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +20,12 @@ from tests.plan.hosts import shop_workload
 from tierstore.cli import commands
 from tierstore.cli import entry as cli
 from tierstore.io.meta import PlainTree
+from tierstore.io.records import item_key, version_item
 from tierstore.plan.workload import workload_toml
 from tierstore.settings.sections import to_dict
 from tierstore.store.directory import require_outside
+from tierstore.store.manifest import Manifest
+from tierstore.store.version import Version, tensor_sizes
 from tierstore.train import RunConfig
 from tierstore.train.config import load
 
@@ -62,10 +69,12 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
                 assert cli.main(["inspect", str(store.directory)]) == 0
             said.append(capsys.readouterr().out)
         assert said[0] == said[1]
+        monkeypatch.setattr("tierstore.offline.inspection._look", None)  # all is of one open
         assert cli.main(["inspect", str(store.directory), "--json"]) == 0
         store.commit()
         store.commit()
         assert not tree.is_whole()
+        tree.close()
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["extra"]) == (150, {"n": 149})
     assert (found["tensors"], found["tensor_bytes"]) == (1, 1_200_000)
@@ -75,6 +84,46 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
     assert sorted(dates) == dates
 
 
+def edit(data, found, form, value):
+    for each in found:
+        struct.pack_into(form, data, each, value)
+
+
+CHUNK = re.escape(item_key(version_item(1, 0)))
+DAMAGE = {
+    "an empty tree": lambda data, metas: [edit(data, metas(94), "<H", 0), edit(data, metas(128), "<Q", 2**64 - 1)],
+    "a page number": lambda data, _: edit(data, [each.end() for each in re.finditer(CHUNK, data)], "<Q", 2**61),
+    "a size": lambda data, _: edit(data, [each.start() - 8 for each in re.finditer(CHUNK, data)], "<I", 2**32 - 1),
+    "a manifest's page size": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_inspect_says_of_a_damaged_store_what_an_open_says(store_dir, capsys, kind):
+    with tierstore.open(store_dir, ddr="8MiB") as store:
+        store.commit(tensors={"w": torch.zeros(10_000)})
+    (store_dir / "rows.anchor").unlink()
+    path = store_dir / "rows.lmdb"
+    data, found = bytearray(path.read_bytes()), Manifest.read(store_dir)
+    DAMAGE[kind](data, lambda at: (at, found.page_bytes + at))
+    path.write_bytes(data)
+    if "manifest" in kind:
+        replace(found, page_bytes=2 * found.page_bytes).write(store_dir)
+    assert cli.main(["inspect", str(store_dir)]) == 1
+    with pytest.raises(tierstore.errors.TierstoreError) as opened:
+        tierstore.open(store_dir, mode="r", ddr="1MiB")
+    assert capsys.readouterr().err == f"tierstore: {opened.value}\n"
+
+
+@pytest.mark.parametrize(
+    "header", ["[]", "{", '{"w": {}}', '{"w": {"data_offsets": [9, 3]}}', '{"w": {"data_offsets": "xy"}}']
+)
+def test_sizes_of_damaged_tensors_are_an_error_of_ours(header):
+    version = Version(3, {}, {}, len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(tierstore.errors.DamagedError, match="the tensors of version 3 cannot be read"):
+        tensor_sizes(version)
+
+
 def test_tables_change_in_place(store_with_rows, capsys):
     store = str(store_with_rows)
     for words, said in (
@@ -82,13 +131,12 @@ def test_tables_change_in_place(store_with_rows, capsys):
         ("rename STORE item thing", "<Table 'thing' 2000 x 8 float32>\n"),
         ("grow STORE item 3000", "no table 'item' in "),
         ("grow NONE item 3000", "no store at NONE"),
-        ("reset STORE thing", "the rows of 'thing' would be gone from all versions that are kept; add --yes"),
-        ("reset STORE thing --yes", "<Table 'thing' 2000 x 8 float32>\n"),
+        ("drop STORE thing", "the rows of 'thing' would be gone from all versions that are kept; add --yes"),
+        ("reset STORE thing", "unknown table command 'reset'"),
     ):
-        assert cli.main(["table", *words.replace("STORE", store).split()]) == ("<" not in said) + ("--yes" in said)
+        status = ("<" not in said) + ("--yes" in said or "unknown" in said)
+        assert cli.main(["table", *words.replace("STORE", store).split()]) == status
         assert said in "".join(capsys.readouterr())
-    assert cli.main(["inspect", store, "--json"]) == 0
-    assert '"written_rows": 0\n' in capsys.readouterr().out
     assert cli.main(["table", "drop", store, "thing", "--yes"]) == 0
     assert not os.path.exists("NONE")
 
@@ -128,18 +176,46 @@ def test_a_backup_goes_to_a_url_and_comes_back(store_with_rows, tmp_path, capsys
     pytest.importorskip("fsspec")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = f"{kind}://{tmp_path}/there/monday"
+    (tmp_path / "there").mkdir()
     assert cli.main(["backup", str(store_with_rows), url]) == 0
     assert capsys.readouterr().out.startswith(f"{url}: version 1, ")
     assert cli.main(["backup", str(store_with_rows), url]) == 1
-    assert f"{url} is not empty; choose another place" in capsys.readouterr().err
+    assert "there/monday is not empty" in capsys.readouterr().err
     assert cli.main(["backup", url, str(tmp_path / "back")]) == 0
     assert cli.main(["verify", str(tmp_path / "back")]) == 0
     assert cli.main(["backup", f"{url}/nix", str(tmp_path / "none")]) == 1
-    assert f"there is nothing at {url}/nix; check the URL" in capsys.readouterr().err
+    assert {"memory": "/nix is no finished backup", "file": "no store at "}[kind] in capsys.readouterr().err
+    assert cli.main(["backup", f"file://{store_with_rows}", str(tmp_path / "copy")]) == 0, "of a store in use, too"
     for command in ("verify", "inspect"):
         assert cli.main([command, url]) == 1
         assert "is a URL, and a store is a folder of this machine: bring it here by " in capsys.readouterr().err
-    assert {each.name for each in tmp_path.iterdir()} <= {store_with_rows.name, "back", "there"}
+    assert {each.name for each in tmp_path.iterdir()} <= {store_with_rows.name, "back", "copy", "there"}
+
+
+@pytest.mark.parametrize("kind", ["cut short", "not whole", "killed", "others"])
+def test_a_backup_that_did_not_reach_its_url_does_not_block_the_next(store_with_rows, tmp_path, capsys, kind):
+    there, url = pytest.importorskip("fsspec").filesystem("memory"), f"memory://{tmp_path}"
+    put, backup = type(there).put_file, ["backup", str(store_with_rows), url]
+
+    def failing(self, source, target):
+        put(self, source, target)
+        if target.endswith("manifest.json" if kind == "cut short" else "rows.lmdb"):
+            there.pipe(target, b"{")
+            if kind == "cut short":
+                raise KeyboardInterrupt
+
+    if kind in ("killed", "others"):
+        there.pipe(f"{tmp_path}/{'rows.lmdb' if kind == 'killed' else 'sub/rows.lmdb'}", b"{")
+        assert cli.main(["backup", url, str(tmp_path / "back")]) == 1
+        assert "is no finished backup, which is rows.lmdb and manifest.json: it holds" in capsys.readouterr().err
+        assert cli.main(backup) == (kind == "others")
+    else:
+        with patch.object(type(there), "put_file", failing):
+            assert cli.main(backup) == (130 if kind == "cut short" else 1)
+        assert there.find(str(tmp_path)) == []
+        assert cli.main(backup) == 0
+    assert cli.main(["backup", url, str(tmp_path / "back")]) == (kind == "others")
+    there.rm(str(tmp_path), recursive=True)
 
 
 def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):

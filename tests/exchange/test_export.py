@@ -70,7 +70,7 @@ def test_rows_of_one_table_are_read_by_numpy_and_arrow(tmp_path, monkeypatch, id
         expected = table.read(known).float().numpy()
 
     def export(name):
-        assert export_store(tmp_path / "store", tmp_path / name).rows == len(known)
+        assert export_store(tmp_path / "store", tmp_path / name)[2:4] == ((), len(known))
         return tmp_path / name
 
     if ids is None:
@@ -78,9 +78,15 @@ def test_rows_of_one_table_are_read_by_numpy_and_arrow(tmp_path, monkeypatch, id
     else:
         with pytest.raises(ValueError, match="no dynamic ids: name one of user"):
             export("a.npy")
+    with pytest.raises(ValueError, match="no key, state and dense"):
+        export_store(tmp_path / "store", tmp_path / "b.csv", key="{table}")
     pytest.importorskip("pyarrow")
     from pyarrow import csv, parquet
 
+    with monkeypatch.context() as full:
+        full.setattr("tierstore.system.files.free_bytes", lambda _: 1)
+        with pytest.raises(errors.DiskFullError, match="are needed and 1 B are free; nothing"):
+            export("b.csv")
     found = parquet.read_table(export("a.parquet")).to_pydict()
     assert found["id"] == known.tolist()
     np.testing.assert_array_equal(np.array(found["vector"], np.float32), expected)
@@ -132,7 +138,7 @@ def test_tables_and_keys_are_chosen_and_state_lies_beside_its_weights(store, tmp
     [
         ({"out": "rows.pt"}, ValueError, r"rows.pt: an export's name ends in .safetensors, .npy, .csv, .parquet. What"),
         ({"out": "rows.csv"}, ValueError, r"one table, .*: name one of item, user, shop \(--table\), or choose .safet"),
-        ({"out": "a.npy", "tables": ["user"], "state": True}, ValueError, "without state and dense"),
+        ({"out": "a.npy", "tables": ["user"], "state": True}, ValueError, "no key, state and dense"),
         ({"out": "rows.pt"}, ValueError, r"rows.pt: an export.*safetensors.torch.load_file .* torch.save"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),

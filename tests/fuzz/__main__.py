@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .target import Target, bounded, mutations
 
-STORED = ("manifest", "records", "walk", "segments", "update")
+STORED = ("manifest", "records", "walk", "look", "segments", "update")
 NAMES = (*STORED, "runfile", "criteo", "infer")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from tierstore.io.segments import COUNT, KEYS, Stored
 from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.kernels.xxh64 import words_hash
+from tierstore.offline import inspection
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from tierstore.updates.update_file import PAGE_BYTES as UPDATE_PAGE_BYTES
@@ -191,6 +192,15 @@ def _walk(data: bytes) -> None:
         find_entries(pages, meta.main, keys, keys, new_walk(pages.page_halves))
 
 
+def _look(data: bytes) -> None:
+    """What ``inspect`` reads by plain code, where an open would follow."""
+    (_FOLDER / "rows.lmdb").write_bytes(_edited(_store()[1], _trees(), data))
+    for name in (MANIFEST_NAME, "rows.anchor"):
+        (_FOLDER / name).write_bytes((_store()[0] / name).read_bytes())
+    with patch.object(inspection, "_look_by_open", side_effect=DamagedError("an open")):
+        inspection.describe_store(_FOLDER)
+
+
 def _edits_of_trees() -> list[bytes]:
     """At the places where LMDB's pages and meta pages keep what they say of themselves."""
     places = [(page, offset) for page in range(len(_trees())) for offset in (10, 12, 14, 16, 20, 40, 80, 88, 128, 144)]
@@ -306,6 +316,7 @@ TARGETS = {
         words=b'NaN|Infinity|1e999|null|[]|{}|{"extra":|"tables"|[1,2]|[[|9999999999999999999999',
     ),
     "walk": Target(read=_walk, seeds=_edits_of_trees, cost=13),
+    "look": Target(read=_look, seeds=_edits_of_trees, errors=(DamagedError,)),
     "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, cost=10),
     "update": Target(
         read=_read_update, seeds=_updates, errors=(DamagedError,),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
+_FILES: Final = ("rows.lmdb", "manifest.json")  # of a backup
 _NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
 _ARGUMENTS: Final = {
     r"mapping=\{'?(.*?)'?: '?([^'{}]*)'?\}": r"--map \1=\2",
@@ -35,7 +36,7 @@ _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
 _DTYPES: Final = ("float32", "float16", "bfloat16")
-_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
+DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _NEW_DIRECTORY: Final = arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
 _VERSION: Final = arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
@@ -61,10 +62,9 @@ def _export(options: argparse.Namespace) -> int:
         report = export_store(
             options.directory, options.out, tables=options.table, version=options.at, progress=show, **given
         )
-    print(
-        f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
-    )
+    tensors = f" in {format_count(len(report.keys), 'tensor')}" * bool(report.keys)
+    rows, size = format_count(report.rows, "row"), format_size(report.size_bytes)
+    print(f"{report.path}: version {report.version}, {rows}{tensors}, {size}")
     _print_some("", report.keys)
     return 0
 
@@ -141,7 +141,7 @@ def _optimizer(options: argparse.Namespace) -> "optim.Optimizer | None":
 EXPORT: Final = command(
     _export,
     (
-        _DIRECTORY,
+        DIRECTORY,
         arg("out", metavar="OUT", help="file to write: .safetensors, or of one table .npy, .csv or .parquet"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
@@ -185,44 +185,41 @@ def _change(change: str, options: argparse.Namespace) -> int:
 
     name, given = options.table, vars(options)
     with open_store(options.directory, create=False, ddr="64MiB") as store:
-        config = store[name].config
         if change in ("grow", "rename"):
             store.change_table(name, num_embeddings=given.get("rows"), name=given.get("name"))
         elif not options.yes:
             raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
         else:
             store.drop_table(name)
-            if change == "reset":
-                store.create_table(config)
         print(*store.tables.values(), sep="\n")
     return 0
 
 
 _TABLE: Final = arg("table", metavar="TABLE", help="its name")
-_YES: Final = arg("--yes", help="all its rows go; tierstore backup keeps them")
 TABLE_COMMANDS: Final = {
-    name: command(partial(_change, name), (_DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
+    name: command(partial(_change, name), (DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
     for name, text, last in (
         ("grow", "give a table more rows", arg("rows", type=int, metavar="ROWS", help="how many it is to have")),
         ("rename", "give a table another name", arg("name", metavar="NAME", help="the new name")),
-        ("reset", "begin a table again, with first values", _YES),
-        ("drop", "drop a table with all its rows", _YES),
+        ("drop", "drop a table with all its rows", arg("--yes", help="all its rows go; tierstore backup keeps them")),
     )
 }
 
 
 def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
-    from ..system.places import fetch, is_url, send
+    from ..system.places import bring, local, send, shown
 
-    with tempfile.TemporaryDirectory() as work:
-        source = fetch(options.directory, Path(work)) if is_url(options.directory) else options.directory
-        target = Path(work, "copy") if is_url(options.target) else options.target
+    source, target = local(options.directory), local(options.target)
+    with contextlib.ExitStack() as held:
+        work = Path() if source and target else Path(held.enter_context(tempfile.TemporaryDirectory()))
+        if source is None:
+            bring(options.directory, source := work / "source", *_FILES)
         with open_store(source, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-            report = store.backup(target, progress=show)
-        if is_url(options.target):
-            send(report.target, options.target, "rows.lmdb", "manifest.json")
-    print(f"{options.target}: version {report.version}, {format_size(report.size_bytes)}")
+            report = store.backup(target or work / "copy", progress=show)
+        if target is None:
+            send(report.target, options.target, *_FILES)
+    print(f"{shown(options.target)}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
@@ -234,7 +231,7 @@ BACKUP: Final = command(
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
-    "cut short is no store; run the command again.",
+    "cut short is no store; run the command again. Send one backup at a time to a URL.",
     """examples:
   tierstore backup shop /backups/shop-monday
   tierstore verify /backups/shop-monday
@@ -258,7 +255,7 @@ def _compact(options: argparse.Namespace) -> int:
 COMPACT: Final = command(
     _compact,
     (
-        _DIRECTORY,
+        DIRECTORY,
         arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
         arg("--trace", metavar="FILE.npz", help="put rows side by side that this trace reads together"),
     ),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
@@ -20,7 +20,7 @@ from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
+from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -38,7 +38,7 @@ def _depth(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[str, ...], str]]] = {
+_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], Any, str]]] = {
     "--data": ("data.path", str, "PATH", "file or folder to train on"),
     "--store": ("store.path", str, "DIR", "folder of the store"),
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
@@ -55,6 +55,18 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
 """Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
 
+_PULL: Final = "servers pull: leave it out, and start them with tierstore serve --from URL"
+_GONE: Final = {("publish", flag): _PULL for flag in ("--to", "--since", "--fan-out", "--dry-run")} | {
+    ("serve", "--updates"): "a replica follows its sources: give --from URL",
+    ("serve", "--peers"): "a replica follows its sources: give --from URL",
+    ("serve", "--max-queue-requests"): "4,096 may wait; leave it out",
+    ("serve", "--body-bytes"): "it is 64 MiB; leave it out",
+    ("serve", "--receive-seconds"): "it is 30; leave it out",
+    ("serve", "--model-control"): "start a server with the stores that it is to have",
+}
+"""Flags of earlier releases, and the new way."""
+
+
 def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ()) -> int:
     """As ``cli.main``. ``interrupts``: not empty after Ctrl-C, of which imports of C code may make another error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: names that a terminal cannot show are no error
@@ -65,7 +77,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ())
         return _fail(unknown, EXIT_USAGE)
     options, others = build_parser(arguments).parse_known_args(arguments)
     if others:
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}")  # of the command, whose usage it shows
+        command, flags = options.parser.prog.split(" ", 1)[-1], [each.split("=")[0] for each in others]
+        gone = [f"{each} is no more: {_GONE[command, each]}" for each in flags if (command, each) in _GONE]
+        options.parser.error("; ".join(gone) or f"unrecognized arguments: {' '.join(others)}")  # and shows its usage
     options.words = arguments
     return _run(options.run, options, interrupts)
 
@@ -95,7 +109,7 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
     try:
         return command(options)
     except BaseException as error:
-        if interrupts or isinstance(error, KeyboardInterrupt):
+        if isinstance(error, (KeyboardInterrupt, ImportError, SystemError) if interrupts else KeyboardInterrupt):
             return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
@@ -119,6 +133,7 @@ def build_parser(words: Sequence[str] | None = ()) -> argparse.ArgumentParser:
         prog="tierstore",
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",
         epilog="tierstore help COMMAND says what a command takes.",
+        allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="version", version=f"tierstore {__version__}")
     _add_commands(parser, _COMMANDS, words if words is None else list(words))
@@ -136,6 +151,7 @@ def _add_commands(
             help=each.help,
             description=each.description,
             epilog=each.examples,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter if each.examples else argparse.HelpFormatter,
         )
         if each.commands is None:
@@ -284,8 +300,8 @@ def _commands_of(module: str, name: str = "COMMANDS") -> "Mapping[str, Command]"
     return found
 
 
+_SET_HELP: Final = "values of a key, as train.batch_size=256,1024; of several keys, every combination"
 _RUN_FILE: Final = arg("run_file", metavar="FILE.toml", help="the run file")
-_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _COMMANDS: Final = {
     "train": command(
         _train,
@@ -297,8 +313,7 @@ _COMMANDS: Final = {
                     dest=key,
                     type=kind,
                     help=f"{text} ({key})",
-                    metavar=what if isinstance(what, str) else None,
-                    choices=None if isinstance(what, str) else what,
+                    **{"metavar" if type(what) is str else "choices": what},
                 )
                 for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),
@@ -319,13 +334,7 @@ _COMMANDS: Final = {
         (
             _RUN_FILE,
             arg("folder", metavar="DIR", help="folder of the sweep, with a folder for each run; made if need be"),
-            arg(
-                "--set",
-                action="append",
-                default=[],
-                metavar="SECTION.KEY=VALUE,...",
-                help="values of a key, as train.batch_size=256,1024; of several keys, every combination",
-            ),
+            arg("--set", action="append", default=[], metavar="SECTION.KEY=VALUE,...", help=_SET_HELP),
             arg("--seeds", type=int, default=1, metavar="N", help="seeds of each, from train.seed on (default: 1)"),
             arg("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default: 1)"),
         ),
@@ -349,21 +358,21 @@ _COMMANDS: Final = {
     ),
     "inspect": command(
         _inspect,
-        (_DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
+        (DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
         "say what a store holds",
-        "Say what a store holds. Nothing is changed.",
+        "Say what a store holds. Reads only what it shows; tierstore verify checks. Nothing is changed.",
         "",
     ),
     "verify": command(
         _verify,
-        (_DIRECTORY,),
+        (DIRECTORY,),
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
         "",
     ),
     "rollback": command(
         _rollback,
-        (_DIRECTORY, arg("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")),
+        (DIRECTORY, arg("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")),
         "go back to a version that the store kept",
         "Make a kept version the current one again. Later versions are dropped. A run keeps versions with store.keep.",
         """example:
@@ -399,7 +408,7 @@ _COMMANDS: Final = {
     ),
     "table": group(
         partial(_commands_of, "commands", "TABLE_COMMANDS"),
-        "grow, rename, reset or drop a table",
+        "grow, rename or drop a table",
         "Change one table of a store, in place and durably, in all versions that are kept. Train on once it is done.",
     ),
     "export": EXPORT,

@@ -30,11 +30,12 @@ from .tensor_files import (
 )
 
 Progress = Callable[[int, int], None] | None
-_OF_ROWS: Final = (".npy", ".csv", ".parquet")
+_OF_ROWS: Final = {".npy": 4, ".csv": 2, ".parquet": 0}
+"""Endings of files of rows; the fewest bytes of a value."""
 
 
 class ExportReport(NamedTuple):
-    """What was written: ``keys`` are the file's tensors, in order; ``rows`` those of all tables."""
+    """What was written: ``keys`` are the tensors of a safetensors file, in order; ``rows`` those of all tables."""
 
     path: Path
     version: int
@@ -76,7 +77,7 @@ class _TablePlan(NamedTuple):
 def export_store(
     directory: str | os.PathLike[str], out: str | os.PathLike[str], *, tables: Sequence[str] | None = None,
     key: str = DEFAULT_KEY, state: bool = False, dense: bool = False, version: int | None = None, force: bool = False,
-    ddr: int | str = "256MiB", progress: Progress = None,
+    ddr: int | str = "256MiB", progress: Progress = None
 ) -> ExportReport:  # fmt: skip
     """Write every row of some tables, as of one version, to a file; rows never written have first values.
 
@@ -111,9 +112,10 @@ def export_store(
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
         if kind in _OF_ROWS:
-            if len(names) != 1 or state or dense or (kind == ".npy" and store[names[0]].ids is not None):
+            is_other = state or dense or key != DEFAULT_KEY
+            if len(names) != 1 or is_other or (kind == ".npy" and store[names[0]].ids is not None):
                 raise ValueError(
-                    f"{out}: a {kind} file has rows of one table, without state and dense, and .npy no dynamic ids: "
+                    f"{out}: a {kind} file has rows of one table, no key, state and dense, and .npy no dynamic ids: "
                     f"name one of {', '.join(store.tables)} (--table), or choose .safetensors"
                 )
             return _export_rows(store[names[0]], path, force=force, progress=progress)
@@ -127,13 +129,14 @@ def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -
     rows, dim = table.config.num_embeddings if ids is None else len(ids), table.config.embedding_dim
     with (
         partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file,
-        _row_writer(file, path, rows, dim) as write,
+        _row_writer(file, path, rows, dim) as write
     ):  # fmt: skip
+        require_room(path, _OF_ROWS[path.suffix] * rows * dim)
         for start, stop in chunks(table, rows):
             part = np.arange(start, stop) if ids is None else ids[start:stop]
             write(part, table.read(torch.from_numpy(part)).float().numpy())
             (progress or (lambda *_: None))(4 * stop * dim, 4 * rows * dim)
-    return ExportReport(path, table.store.version, (table.name,), rows, path.stat().st_size)
+    return ExportReport(path, table.store.version, (), rows, path.stat().st_size)
 
 
 @contextlib.contextmanager
@@ -148,12 +151,13 @@ def _row_writer(file: BinaryIO, path: Path, rows: int, dim: int) -> Iterator[Cal
         from pyarrow import csv, parquet
     except ModuleNotFoundError:
         raise ImportError(f"{path}: {path.suffix} files need one more package: pip install pyarrow") from None
-    is_csv, vector = path.suffix == ".csv", pa.list_(pa.float32(), dim)
-    columns = {f"c{column}": pa.float32() for column in range(dim)} if is_csv else {"vector": vector}
-    schema = pa.schema({"id": pa.int64()} | columns)
+    is_csv, vectors = path.suffix == ".csv", pa.FixedSizeListArray.from_arrays
+    columns = [f"c{column}" for column in range(dim)] if is_csv else ["vector"]
+    kind = pa.float32() if is_csv else pa.list_(pa.float32(), dim)
+    schema = pa.schema({"id": pa.int64()} | dict.fromkeys(columns, kind))
     with (csv.CSVWriter if is_csv else parquet.ParquetWriter)(file, schema) as writer:
         yield lambda ids, values: writer.write_table(
-            pa.table([ids, *(values.T if is_csv else [pa.array([*values], vector)])], schema=schema)
+            pa.table([ids, *(values.T if is_csv else [vectors(pa.array(values.ravel()), dim)])], schema=schema)
         )
 
 

@@ -125,32 +125,43 @@ def _read_meta(path: Path, descriptor: int, place: int) -> Meta:
 
 
 class PlainTree:
-    """The newest tree of a row file, read without compiled code and without a lock. LMDB's transaction n + 1 leaves
-    tree n whole; so what was read is what was written, if ``is_whole`` says so afterwards. A damaged tree gives any
-    ValueError, IndexError or ``struct.error``."""
+    """The newest tree of a row file, read without compiled code and without a lock; to be closed. LMDB's transaction
+    n + 1 leaves tree n whole; so what was read is what was written, if ``is_whole`` says so afterwards. A damaged tree
+    gives any ValueError, IndexError or ``struct.error``."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.meta = newest_meta(path)
+        self.path, self.meta = path, newest_meta(path)
+        self._file = open_plain_file(path)
+        self.close = self._file.close
 
     def is_whole(self) -> bool:
-        return newest_meta(self.path).txn_id <= self.meta.txn_id + 1
+        return newest_meta(self.path).txn_id - self.meta.txn_id in (0, 1)
+
+    def _read(self, page: int, start: int, size: int) -> bytes:
+        """So many bytes from one of a page on. ValueError: the file has not so many."""
+        page_bytes = self.meta.page_bytes
+        place = page * page_bytes + start
+        is_inside = place + size <= (self.meta.last_page + 1) * page_bytes
+        if not is_inside or len(data := os.pread(self._file.fileno(), size, place)) < size:
+            raise ValueError(f"page {page} is none, or does not hold {size} bytes")
+        return data
 
     def get(self, key: bytes) -> bytes | None:
-        (_, *_, page), bytes_a_page = self.meta.main, self.meta.page_bytes
-        with open_plain_file(self.path) as file:
-            for level in range(self.meta.main.depth, 0, -1):
-                data = os.pread(file.fileno(), bytes_a_page, page * bytes_a_page)
-                (lower,) = struct.unpack_from("<H", data, 12)
-                nodes = struct.unpack_from(f"<{(lower - HEADER_BYTES) // 2}H", data, HEADER_BYTES)
-                keys = [data[node + NODE_BYTES : node + NODE_BYTES + KEY_BYTES] for node in nodes]
-                place = bisect_left(keys, key) if level == 1 else bisect_right(keys, key, 1) - 1
-                if place == len(keys) or (level == 1 and keys[place] != key):
-                    return None
-                size, flags = struct.unpack_from("<IH", data, node := nodes[place])
-                page = size | flags << 32  # of a branch's node
-            start = node + NODE_BYTES + KEY_BYTES
-            if not flags & BIG_DATA:
-                return data[start : start + size]
-            (page,) = struct.unpack_from("<Q", data, start)
-            return os.pread(file.fileno(), size, page * bytes_a_page + HEADER_BYTES)
+        depth, *_, page = self.meta.main
+        if not depth:
+            return None
+        for level in range(depth, 0, -1):
+            data = self._read(page, 0, self.meta.page_bytes)
+            (lower,) = struct.unpack_from("<H", data, 12)
+            nodes = struct.unpack_from(f"<{(lower - HEADER_BYTES) // 2}H", data, HEADER_BYTES)
+            keys = [data[node + NODE_BYTES : node + NODE_BYTES + KEY_BYTES] for node in nodes]
+            place = bisect_left(keys, key) if level == 1 else bisect_right(keys, key, 1) - 1
+            if place == len(keys) or (level == 1 and keys[place] != key):
+                return None
+            size, flags = struct.unpack_from("<IH", data, node := nodes[place])
+            page = size | flags << 32  # of a branch's node
+        start = node + NODE_BYTES + KEY_BYTES
+        if not flags & BIG_DATA:
+            return data[start : start + size]
+        (page,) = struct.unpack_from("<Q", data, start)
+        return self._read(page, HEADER_BYTES, size)

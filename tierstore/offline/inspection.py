@@ -15,7 +15,7 @@ from ..io.meta import PlainTree
 from ..io.records import STORE_ITEM, AnyTree, item_key, read_head, read_payload, read_record, unpack_store, version_item
 from ..io.superblock import require_sound
 from ..store.manifest import Manifest, parts_in
-from ..store.version import RANK_KEY, Version, unpack
+from ..store.version import RANK_KEY, Version, tensor_sizes, unpack
 from ..system.sizes import format_count, format_size
 from ..system.terminal import byte_bar
 
@@ -23,11 +23,12 @@ _MAX_EXTRA_CHARACTERS: Final = 200
 
 
 class _Content(NamedTuple):
-    """A store's tables, its last version, and when each that it keeps was made; None if that is not known."""
+    """A store's tables, its last version, when each that it keeps was made or None, and counts of a table's rows."""
 
     tables: list[TableConfig]
     version: Version
     dates: dict[int, str | None]
+    written: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, tree: AnyTree, manifest: Manifest) -> "_Content":
@@ -35,14 +36,16 @@ class _Content(NamedTuple):
         version = unpack(head.current, read_payload(tree, read_record(tree, head.current)))
         version.require_of(manifest)
         tables = [each for each in version.manifest_of(manifest).tables if not each.is_hidden]
-        return cls(tables, version, {each: _date(tree, each) for each in head.kept})
+        seconds = {each: _seconds(tree, each) for each in head.kept[:-1]}
+        seconds |= dict.fromkeys(head.kept[-1:], version.lineage.seconds)
+        dates = {each: f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}" for each, at in seconds.items() if at}
+        return cls(tables, version, dict.fromkeys(head.kept) | dates, {})
 
 
-def _date(tree: AnyTree, version: int) -> str | None:
+def _seconds(tree: AnyTree, version: int) -> int:
     with contextlib.suppress(DamagedError):  # a header that is longer than its first chunk
-        seconds = unpack(version, tree.get(item_key(version_item(version, 0))) or b"").lineage.seconds
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}" if seconds else None
-    return None
+        return unpack(version, tree.get(item_key(version_item(version, 0))) or b"").lineage.seconds
+    return 0
 
 
 def _look(directory: Path) -> _Content:
@@ -51,15 +54,26 @@ def _look(directory: Path) -> _Content:
         require_plain_files(directory)
         manifest, path = Manifest.read(directory), rows_path(directory)
         require_sound(path, store_id := bytes.fromhex(manifest.store_id))
-        tree = PlainTree(path)
-        content, found = _Content.of(tree, manifest), unpack_store(tree.get(item_key(STORE_ITEM)) or b"")
-        if tree.is_whole() and found == store_id and RANK_KEY not in content.version.extra:
-            return content
+        with contextlib.closing(PlainTree(path)) as tree:
+            content, found = _Content.of(tree, manifest), unpack_store(tree.get(item_key(STORE_ITEM)) or b"")
+            is_ours = found == store_id and tree.meta.page_bytes == manifest.page_bytes
+            if tree.is_whole() and is_ours and RANK_KEY not in content.version.extra:
+                return content
+    return _look_by_open(directory)
+
+
+def _look_by_open(directory: Path, *, with_rows: bool = False) -> _Content:
     from ..store.directory import open_files  # numba takes a second to load
 
     manifest, cold, _ = open_files(directory, readonly=True)
-    with contextlib.closing(cold), cold.lease_tree() as newest:
-        return _Content.of(newest, manifest)
+    with contextlib.closing(cold):
+        with cold.lease_tree() as tree:
+            content = _Content.of(tree, manifest)
+        if not with_rows:
+            return content
+        cold.set_tables(manifest.shapes)
+        rows = {each.name: sum(map(len, cold.stored_rows(place))) for place, each in enumerate(manifest.tables)}
+        return content._replace(written={name: {"written_rows": count} for name, count in rows.items()})
 
 
 def stores_in(directory: str | Path) -> list[Path]:
@@ -69,33 +83,26 @@ def stores_in(directory: str | Path) -> list[Path]:
 
 def to_dict(directory: str | Path) -> dict[str, Any]:
     """What ``describe`` says, for JSON, and how many rows of each table were ever written. Of ranks, by part."""
-    from ..store.directory import open_files
-
     directory = Path(directory).absolute()
     if parts := parts_in(directory):
         return {"directory": str(directory), "parts": [to_dict(each.path) for each in parts]}
-    found, (manifest, cold, _) = _to_dict(directory), open_files(directory, readonly=True)
-    with contextlib.closing(cold):
-        cold.set_tables(manifest.shapes)
-        rows = {each.name: sum(map(len, cold.stored_rows(place))) for place, each in enumerate(manifest.tables)}
-    found["tables"] = [each | {"written_rows": rows[each["name"]]} for each in found["tables"]]
-    return found
+    return _to_dict(directory, _look_by_open(directory, with_rows=True))
 
 
-def _to_dict(directory: Path) -> dict[str, Any]:
-    (tables, version, dates), tensors = _look(directory), {}
-    if version.tensors:
-        tensors = json.loads(bytes(version.tensors[8 : 8 + int.from_bytes(version.tensors[:8], "little")]))
-        tensors.pop("__metadata__", None)
+def _to_dict(directory: Path, content: _Content) -> dict[str, Any]:
+    (tables, version, dates, written), tensors = content, tensor_sizes(content.version)
     return {
         "directory": str(directory),
         "version": version.number,
         "versions": [{"version": each, "date": date} for each, date in dates.items()],
-        "tables": [each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} for each in tables],
+        "tables": [
+            each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} | written.get(each.name, {})
+            for each in tables
+        ],
         # Row files are sparse: what counts is what they take on the device.
         "files": {path.name: path.stat().st_blocks * 512 for path in sorted(directory.iterdir()) if path.is_file()},
         "tensors": len(tensors),
-        "tensor_bytes": max((each["data_offsets"][1] for each in tensors.values()), default=0),
+        "tensor_bytes": sum(tensors.values()),
         "extra": version.extra,
     }
 
@@ -124,7 +131,7 @@ def _version_of(*kept: int) -> str:
 
 def describe_store(directory: str | Path) -> str:
     """Version, tables and files of a store; opens it read-only and reads no row. StoreNotFoundError, DamagedError."""
-    found = _to_dict(Path(directory).absolute())
+    found = _to_dict(directory := Path(directory).absolute(), _look(directory))
     extra, tables, kept = json.dumps(found["extra"]), found["tables"], found["versions"]
     how = _version_of(*(each["version"] for each in kept))
     lines = [f"{found['directory']}: {how}, {format_count(len(tables), 'table')}"]

@@ -9,6 +9,6 @@ from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
 if TYPE_CHECKING:
     from .curvature import HessianFree
 else:
-    __getattr__ = _system.late(globals(), {"HessianFree": "curvature"})
+    __getattr__, __dir__ = _system.late(globals(), {"HessianFree": "curvature"})
 
 __all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Optimizer", "RowWiseAdagrad", "from_dict"]

@@ -9,6 +9,6 @@ if TYPE_CHECKING:
     from .store import Store
     from .table import Table
 else:
-    __getattr__ = _system.late(globals(), {"Store": "store", "Table": "table", "open_store": "opening"})
+    __getattr__, __dir__ = _system.late(globals(), {"Store": "store", "Table": "table", "open_store": "opening"})
 
 __all__ = ["Store", "Table", "open_store"]

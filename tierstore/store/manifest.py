@@ -15,7 +15,7 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..layout import MAX_TABLES, RowLayout
 from ..system.checks import excerpt
-from ..system.files import directory_locked, names_in, read_plain_file, sync_directory, translate_os_error
+from ..system.files import directory_locked, names_in, read_plain_file, sync_directory, translate_os_error, was_url
 
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py
@@ -148,7 +148,7 @@ class Manifest:
                 raise StoreNotFoundError(
                     f"{directory} is a file, and a store is a directory; give another path"
                 ) from None
-            if ":/" in str(directory):
+            if was_url(directory):
                 way = "bring it here by tierstore backup URL DIR, and open DIR"
                 raise StoreNotFoundError(
                     f"{directory} is a URL, and a store is a folder of this machine: {way}"

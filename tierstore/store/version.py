@@ -3,6 +3,7 @@
 Layout: 8 bytes little-endian length of a JSON header, the header, then the named tensors in safetensors format.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -112,10 +113,9 @@ class Version(NamedTuple):
     @property
     def has_checkpoint(self) -> bool:
         """Whether ``tierstore.checkpoint.save`` committed it; False if that cannot be read."""
-        try:
-            return CHECKPOINT_NAME in json.loads(bytes(_split(self.tensors)[0]) or b"{}")
-        except (ValueError, TypeError, RecursionError):
-            return False
+        with contextlib.suppress(DamagedError):
+            return CHECKPOINT_NAME in tensor_sizes(self)
+        return False
 
     def manifest_of(self, manifest: Manifest) -> Manifest:
         """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
@@ -248,6 +248,17 @@ def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
     own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     tensors = payload[_LENGTH_BYTES + own :]
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
+
+
+def tensor_sizes(version: Version) -> dict[str, int]:
+    """Bytes of a version's tensors, by name, from their header alone; DamagedError if that cannot be read."""
+    try:
+        header = json.loads(bytes(_split(version.tensors)[0]) or b"{}")
+        places = {name: each["data_offsets"] for name, each in header.items() if name != "__metadata__"}
+        size = len(version.tensors)
+        return {name: require_int(stop - start, "size", 0, size) for name, (start, stop) in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
 
 
 def unpack_tensors(version: Version) -> "dict[str, Tensor]":

@@ -86,10 +86,15 @@ def translate_os_error(
     return kind(f"{path}: {said}")
 
 
+def was_url(path: Path) -> bool:
+    """Whether a path was made of a URL, of which it keeps one slash."""
+    return any(map(_SCHEME.fullmatch, path.parts[:-1]))
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory and its missing parents, durably. OSError if the system refuses. ValueError: it is a URL."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    if any(_SCHEME.fullmatch(path.name) for path in missing[1:]):
+    if was_url(Path(*(path.name for path in reversed(missing)))):
         raise ValueError(f"{directory} is a URL, and what is written here are folders of this machine: give a path")
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:

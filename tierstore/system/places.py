@@ -4,52 +4,113 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from ..errors import TierstoreError
+from .checks import excerpt_names
+
+_STATE: Final = {"size", "etag", "mtime", "lastmodified", "created", "updated", "generation", "md5hash", "contentmd5"}
 
 
-def is_url(place: object) -> bool:
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)) is not None
+def local(place: str) -> Path | None:
+    """The path of what is on this machine, that of file://, too; None of other URLs."""
+    path = place.removeprefix("file://")
+    return None if "://" in path else Path(path)
 
 
-def _there(url: str) -> tuple[Any, str]:
-    """A file system of fsspec, and the path in it. ImportError: a package is missing. ValueError: no kind of URL."""
+def shown(url: str) -> str:
+    """For messages: without user, password and query."""
+    return re.sub(r"(?<=://)[^/@]*@|\?.*", "", url)
+
+
+@contextlib.contextmanager
+def _there(url: str) -> Iterator[tuple[Any, str]]:
+    """A file system of fsspec, and the path in it. ImportError: a package is missing. ValueError: no kind of URL.
+    TierstoreError: a call fails."""
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(url)  # type: ignore[no-any-return]
+        yield url_to_fs(url)
     except ImportError as error:
-        raise ImportError(f"{url}: {error}: pip install fsspec s3fs, and gcsfs for gs://") from None
+        raise ImportError(f"{shown(url)}: {error}: pip install fsspec s3fs, and gcsfs for gs://") from None
+    except (TierstoreError, ValueError):
+        raise
+    except Exception as error:  # fsspec's file systems have errors of their own
+        said = f"{type(error).__name__}: {error}".replace(url, shown(url))
+        raise TierstoreError(f"{shown(url)}: {said}; check the URL, the credentials and the network") from error
 
 
-def fetch(url: str, folder: Path) -> Path:
-    """Copy the file or folder at a URL into a folder; where it is then. FileNotFoundError: there is nothing."""
-    (there, path), made = _there(url), folder / Path(url).name
-    if not there.exists(path):
-        raise FileNotFoundError(f"there is nothing at {url}; check the URL")
-    there.get(path, str(made), recursive=True)
-    return made
+def _files(there: Any, path: str) -> dict[str, dict[str, Any]]:
+    """What the file system tells of each file at a path, now, by the name below it."""
+    there.invalidate_cache()
+    found = there.find(path, detail=True).items()
+    infos = {name: info if info.get("size") is not None else there.info(name) for name, info in found}
+    return {name.removeprefix(path).strip("/"): info for name, info in infos.items()}
+
+
+def _state(there: Any, path: str) -> str:
+    """A hash by which one state of what is at a path differs from another; "" if there is nothing."""
+    told = (
+        f"{name}\n{key}\n{each}"
+        for name, info in _files(there, path).items()
+        for key, each in info.items()
+        if re.sub("[-_]", "", key.lower()) in _STATE
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if (text := "\n".join(sorted(told))) else ""
 
 
 def near(url: str) -> Path:
-    """What is at a URL, on this machine: a copy in the user's cache folder for each state of it; of file:// itself."""
-    there, path = _there(url)
-    if "file" in there.protocol:
-        return Path(path)
-    state = hashlib.sha256("".join([url, *map(there.ukey, there.find(path))]).encode()).hexdigest()
-    copy = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tierstore", state[:16])
-    if not copy.exists():
-        fetch(url, work := copy.with_suffix(f".{os.getpid()}"))
-        with contextlib.suppress(OSError):  # another process was faster
-            work.rename(copy)
-    return copy / Path(url).name
+    """What is at a place, on this machine: of a URL a copy of its last state, in the user's cache folder."""
+    if (path := local(url)) is not None:
+        return path
+    name, cache = Path(shown(url)).name, os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = Path(cache, "tierstore", hashlib.sha256(url.encode()).hexdigest()[:16])
+    with _there(url) as (there, place):
+        if not (state := _state(there, place)):
+            raise TierstoreError(f"there is nothing at {shown(url)}; check the URL")
+        if not (copy := home / state).exists():
+            home.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".", dir=home) as work:
+                there.get(place, f"{work}/{state}/{name}", recursive=True)
+                if _state(there, place) != state:
+                    raise TierstoreError(f"{shown(url)} changed while it was copied; try again when that is over")
+                try:
+                    Path(work, state).rename(copy)
+                except OSError:
+                    if not copy.exists():  # else another process was faster
+                        raise
+        for other in {*home.glob("[!.]*")} - {copy}:
+            shutil.rmtree(other, ignore_errors=True)
+    return copy / name
+
+
+def bring(url: str, folder: Path, *names: str) -> None:
+    """Copy files from a folder at a URL into a new one. TierstoreError unless it holds these and no others."""
+    with _there(url) as (there, path):
+        if (held := {*_files(there, path)}) != {*names}:
+            what = f"which is {' and '.join(names)}: it holds {excerpt_names(sorted(held)) or 'nothing'}"
+            raise TierstoreError(f"{shown(url)} is no finished backup, {what}; check the URL, or make the backup again")
+        there.get(path, str(folder), recursive=True)
 
 
 def send(folder: Path, url: str, *names: str) -> None:
-    """Copy files to a folder at a URL, in this order. FileExistsError: it holds something."""
-    there, path = _there(url)
-    if there.exists(path) and there.find(path):
-        raise FileExistsError(f"{url} is not empty; choose another place")
-    there.makedirs(path, exist_ok=True)
-    for name in names:
-        there.put_file(str(folder / name), f"{path}/{name}")
+    """Copy files to a folder at a URL, the last once the others are there whole; on an error none is left. Only one
+    process at a time. TierstoreError: the folder holds others, or the last."""
+    with _there(url) as (there, path):
+        if {*_files(there, path)} - {*names[:-1]}:
+            raise TierstoreError(f"{shown(url)} is not empty; choose another place")
+        there.makedirs(path, exist_ok=True)
+        try:
+            for name in names:
+                there.put_file(str(folder / name), f"{path}/{name}")
+                if there.size(f"{path}/{name}") != (folder / name).stat().st_size:
+                    raise TierstoreError(f"{shown(url)}: {name} was not written whole; try again")
+        except BaseException:
+            for name in names:
+                with contextlib.suppress(Exception):
+                    there.rm_file(f"{path}/{name}")
+            raise

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import html
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +24,7 @@ class Command(NamedTuple):
     """Of a group: the command that is meant where a file's name stands in place of one."""
 
 
-_RARE: Final = {"delay": 10, "mininterval": 10}  # seconds between lines of progress where there is no terminal
+_PAUSE_SECONDS: Final = 10.0  # between lines of progress where there is no terminal
 Argument = tuple[tuple[str, ...], dict[str, Any], tuple[str, str] | None]
 """What ``ArgumentParser.add_argument`` is given; title and description of those that the help shows together."""
 
@@ -78,12 +79,14 @@ def html_table(*rows: Sequence[object]) -> str:
 
 @contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, every 10 s if that is no terminal; give it to a ``progress=``. ``look`` is tqdm's.
-    It is called with what is done and the total, and what the bar is to be called from then on, if it changes."""
+    """A progress bar on stderr, or a line every 10 s, to give as ``progress=``. ``look`` is tqdm's. It is called with
+    what is done and the total, and what the bar is to be called from then on, if it changes."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield _lines(what)
+        return
     from tqdm import tqdm
 
-    pauses: Any = {"disable": True} if sys.stderr is None else {} if sys.stderr.isatty() else _RARE
-    with tqdm(desc=what, leave=False, **pauses, **look) as bar:
+    with tqdm(desc=what, leave=False, **look) as bar:
 
         def show(done: int, total: int, what: str | None = None) -> None:
             bar.total = total
@@ -92,6 +95,19 @@ def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
             bar.update(done - bar.n)
 
         yield show
+
+
+def _lines(what: str) -> Callable[..., None]:
+    shown = time.monotonic()
+
+    def show(done: int, total: int, now: str | None = None) -> None:
+        nonlocal shown, what
+        what = now or what
+        if time.monotonic() >= shown + _PAUSE_SECONDS and sys.stderr is not None:
+            shown = time.monotonic()
+            print(f"{what}: {done:,} of {total:,}", file=sys.stderr)
+
+    return show
 
 
 byte_bar: Final = functools.partial(progress_bar, unit="B", unit_scale=True, unit_divisor=1024)

@@ -355,12 +355,12 @@ class Publisher:
         make_directory(self.folder.path)
         made = self.folder.path / MADE_NAME
         made.unlink(missing_ok=True)
-        told = threading.Timer(10.0, self._say, [f"version {opened.cold.version}: its rows are being written"])
-        told.start()
+        reminder = threading.Timer(10.0, self._say, [f"version {opened.cold.version}: its rows are being written"])
+        reminder.start()
         try:
             update = write_update(self._store, made, since=since, version=opened, **settings)
         finally:
-            told.cancel()
+            reminder.cancel()
         os.replace(made, self.folder.path / update.id)
         return Offered.of(update.id, update.size_bytes, update.header)
 

@@ -7,6 +7,7 @@ import gzip
 import numpy as np
 import pytest
 
+from tierstore.errors import TierstoreError
 from tierstore.train import train, trainer
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import DataError, FeatureHasher, Schema, arrow, open_reader
@@ -103,8 +104,40 @@ def test_data_at_a_url_is_read_as_a_file_here_and_again_when_it_changed(tmp_path
             assert open_reader(place, schema=schema).schema == schema
             assert sorted((tmp_path / "cache").rglob("*")) == before
             assert bool(before) == (kind == "memory")
-    with pytest.raises(FileNotFoundError, match="there is nothing at memory://nothing"):
-        open_reader("memory://nothing")
+        assert len([*(tmp_path / "cache").glob("tierstore/*/*")]) == 3 * (kind == "memory"), "one state of each"
+
+
+@pytest.mark.parametrize("kind", ["cut short", "changed meanwhile", "refused", "nothing"])
+def test_a_copy_of_data_is_whole_or_none(tmp_path, monkeypatch, kind):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there, url = fsspec.filesystem("memory"), f"memory://user:secret@{tmp_path}/there?key=secret"
+    (_, folder), get = fsspec.core.url_to_fs(url), type(there).get
+    there.pipe({f"{folder}/{name}.csv": b"y,c\n1,2\n" for name in "ab"} if kind != "nothing" else {})
+
+    def failing(self, place, target, **options):
+        if kind == "refused":
+            raise RuntimeError(f"no credentials for {url}")
+        get(self, place, target, **options)
+        there.pipe(f"{folder}/b.csv", b"y,c\n1,2\n1,3\n")
+        if kind == "cut short":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(there), "get", failing)
+        with pytest.raises((TierstoreError, KeyboardInterrupt)) as failed:
+            open_reader(url, schema=SCHEMA)
+    assert "secret" not in str(failed.value)
+    said = {
+        "refused": "check the URL, the cred",
+        "changed meanwhile": "changed while",
+        "nothing": "there is nothing at ",
+    }
+    assert said.get(kind, "") in str(failed.value)
+    assert not [*(tmp_path / "cache").glob("tierstore/*/*")]
+    if kind != "nothing":
+        assert len(ids_of(url, data_format="csv")) == (2 if kind == "refused" else 3)
+        there.rm(folder, recursive=True)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])

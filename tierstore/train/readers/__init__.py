@@ -6,7 +6,6 @@ from typing import Final, Literal
 
 from ...ids.texts import CategoryRule
 from ...system.checks import excerpt_names as _excerpt_names
-from ...system.places import is_url as _is_url
 from ...system.places import near as _near
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
@@ -55,10 +54,10 @@ def open_reader(
         quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
     Raises:
-        DataError: there is nothing at the path, or what is there is not in the format.
+        DataError: there is nothing at the path, or what is there is not in the format. TierstoreError: of a URL.
         ValueError: an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
-    path = _near(str(path)) if _is_url(path) else Path(path)
+    path = _near(str(path))
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     is_criteo = schema == replace(CRITEO_SCHEMA, rule=schema.rule, longest=schema.longest)
