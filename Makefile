@@ -87,7 +87,7 @@ bench-quick: $(READY)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .docs
-	rm -rf bag-store bag.pt dlrm-store sasrec-store vectors vectors.hot plan.html sharded-store  # of examples/README.md
+	rm -rf bag-store bag.pt dlrm-store sasrec-store vectors vectors.hot plan.html sharded-store tower-data tower-store tower.toml  # of examples/README.md
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -143,6 +143,12 @@ def test_a_model_of_ones_own_is_served_with_its_own_bits(run: Run) -> None:
     assert all(0 < score < 1 for score in numbers(told)[:2])
 
 
+def test_two_towers_learn_which_items_are_near_to_a_user(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # a run file names the class
+    (auc, _), (_, _, near) = map(numbers, run("two_tower.py"))
+    assert (auc > 0.8, near >= 6) == (True, True)
+
+
 def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> None:
     lines = run("plan.py")
     assert numbers(lines[2])[0] >= 250_000

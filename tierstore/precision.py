@@ -139,13 +139,13 @@ class HeldOut:
             return torch.cat([logits_of(self._model, *each) for each in chunks])
 
     def measure(self, choice: Choice, part: Part) -> float:
-        return log_loss(self._batch.labels[_PARTS[part]].numpy(), self.logits(choice, part).numpy())
+        return log_loss(self._batch.labels[_PARTS[part]].flatten().numpy(), self.logits(choice, part).flatten().numpy())
 
 
 def _config_of(store: Store) -> RunConfig:
     found = saved_config(store.extra, str(store.directory))
     if found is None:
-        raise ValueError(f"{store.directory} is of no run of tierstore train; quantize it with --dtype")
+        raise ValueError(f"{store.directory} is of no DLRM of tierstore train; quantize it with --dtype")
     low = [name for name in found.data.sparse_columns if store[name].layout.dtype != found.embedding.dtype]
     if low := [*low, *low_layers(store.tensors())]:
         raise ValueError(f"{store.directory}: {low[0]} is in fewer bits already; give the run that it is made of")

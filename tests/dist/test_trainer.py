@@ -151,13 +151,26 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
     assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
 
 
-def test_dynamic_ids_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    changes = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
-    changes |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs": 1}  # 4 steps
+DYNAMIC: dict[str, object] = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
+DYNAMIC |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs": 1}  # 4 steps
+CLASS: dict[str, object] = {"model__class": "tests.train.nets:Net", "model__args": {"norm": False, "spare": True}}
+CLASS |= {"data__shuffle_rows": 46, "embedding__tables": {"C1": {"dim": 6}}, "optimizer__sparse_lr": 0.3}
+CLASS |= {"train__test_every_steps": 5, "train__patience": 2}
+
+
+@pytest.mark.parametrize("changes", [DYNAMIC, CLASS], ids=["dynamic", "class"])
+def test_other_ways_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path, changes: dict[str, object]) -> None:
     whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
     run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
     resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
     assert {(each.bits, each.test) for each in resumed} == {(whole[0].bits, whole[0].test)}
+    with pytest.raises(AssertionError, match=r"train\.keep_best .* for one process; over ranks .* store\.keep"):
+        run(
+            train_rank,
+            2,
+            tmp_path,
+            config(tmp_path, "n", **changes, train__keep_best=True, train__test_each_epoch=True),
+        )
 
 
 def train_as_started(words: list[str], port: int, dies_at: int) -> int:

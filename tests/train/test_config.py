@@ -47,16 +47,16 @@ FIELDS = [(name, each) for name, section in get_type_hints(RunConfig).items() fo
 @pytest.mark.parametrize(("section", "field"), FIELDS, ids=lambda part: getattr(part, "name", part))
 def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, section, field):
     kind = get_type_hints(get_type_hints(RunConfig)[section])[field.name]
-    wrong = list(OF_KINDS.get(kind, [1.5]))
+    wrong, name = list(OF_KINDS.get(kind, [1.5])), field.name.rstrip("_")
     if field.metadata.get("low") is not None:
         wrong += [field.metadata["low"] - 1, 2 * field.metadata["high"] + 1]
     for value in wrong:
         text = str(value).lower() if isinstance(value, bool) else repr(value)
-        with pytest.raises(ConfigError, match=rf"run\.toml: .*{section}\.{field.name}"):
-            load(write(f"[{section}]\n{field.name} = {text}\n"))
+        with pytest.raises(ConfigError, match=rf"run\.toml: .*{section}\.{name}"):
+            load(write(f"[{section}]\n{name} = {text}\n"))
         if kind is not str:  # which a bare word gives, too
-            with pytest.raises(ConfigError, match=rf"--set .*{section}\.{field.name}"):
-                load(write(""), f"{section}.{field.name}={text}")
+            with pytest.raises(ConfigError, match=rf"--set .*{section}\.{name}"):
+                load(write(""), f"{section}.{name}={text}")
 
 
 NOT_HESSIAN_FREE = ("dense_clip_norm = 1.0", "dense_weight_decay = 0.1", '[model]\ntowers = [["C1"]]')
@@ -75,6 +75,12 @@ NOT_HESSIAN_FREE = ("dense_clip_norm = 1.0", "dense_weight_decay = 0.1", '[model
         ("[train\n", [], r"run\.toml is not valid TOML"),
         *((f'[optimizer]\ndense = "hessian-free"\n{key}', [], r"optimizer\.dense") for key in NOT_HESSIAN_FREE),
         ("[optimizer]\ncurvature_share = 0.0\n", [], r"optimizer\.curvature_share"),
+        ("[embedding.tables.C27]\ndim = 8\n", [], r"embedding\.tables\.C27: did you mean 'C"),
+        ("[embedding.tables.C2]\ndim = 8\n", [], r"embedding\.tables\.C2\.dim = 8: expected embedding\.dim"),
+        ("", ["embedding.tables.C2.dims=8"], r'--set .*: embedding\.tables\.C2: unknown key "dims"'),
+        ("[data]\nshuffle_rows = 100\n", [], r"data\.shuffle_rows = 100: expected a multiple of train\.batch_size"),
+        ("[train]\npatience = 1\n", [], r"train\.patience or keep_best = 1: expected none without test rows"),
+        ("[data]\nlabel_weights = [2.0]\n", [], r"data\.label_weights = .*for each of several labels"),
         ('[optimizer]\ndecay = "linear"\n', [], r"optimizer\.decay_steps = 0: expected 1 or more"),
         ("", ["train.batchsize=1"], r'--set train\.batchsize=1: unknown key "batchsize"'),
         ("", ["train.batch_size"], r"expected section\.key=value"),

@@ -50,6 +50,7 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], Any, str]]] = 
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
     "--prefetch-depth": ("train.prefetch_depth", _depth, "N", "batches fetched ahead; auto: 2 where that is faster"),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
+    "--metrics": ("train.metrics", str, "FILE.jsonl", "write losses, tests and commits as JSON lines"),
 }
 """Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
@@ -324,8 +325,8 @@ _COMMANDS: Final = {
             arg("--force", help="replace the files of --json and --html; --resume does so too"),
             arg("--keys", help="print every key with its default, and exit"),
         ),
-        "train a DLRM as a run file says",
-        "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
+        "train a model as a run file says",
+        "Train a model as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
         "",
     ),
     "sweep": command(

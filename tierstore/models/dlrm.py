@@ -3,7 +3,7 @@ towers, each compressed before they interact (Luo et al., "Disaggregated Multi-T
 for Efficient Large-Scale Recommendation", MLSys 2024).
 
 Shapes: B samples, C dense features, F sparse features (of a tower, its own), D columns of an embedding, E = F * D, N =
-F + 1 vectors of a sample, W columns of all towers' results.
+F + 1 vectors of a sample, W columns of all towers' results, L labels.
 """
 
 import math
@@ -76,7 +76,7 @@ def xavier(linear: nn.Linear) -> nn.Linear:
 
 
 class DLRM(nn.Module):
-    """Logits of binary labels from dense features and jagged ids.
+    """Logits of binary labels, one or several, from dense features and jagged ids.
 
     Args:
         embeddings: called with the jagged ids; its result's ``values()`` is a Tensor [B, F * D]. A
@@ -88,6 +88,7 @@ class DLRM(nn.Module):
         cross_layers, cross_rank: layers of the cross network, and rank of its weight matrices; 0 for full ones.
         dense_dim: width of the dense vector, with "dcn"; None: D. Over the results of ``DCNTower``s, W of them, take
             ``num_features=W, embedding_dim=1, dense_dim=D``.
+        num_labels: L; of several, each has a head, the last layer's column over what is shared below.
 
     ValueError: an unknown interaction or a width below 1.
     """
@@ -95,12 +96,12 @@ class DLRM(nn.Module):
     def __init__(
         self, embeddings: nn.Module, *, num_features: int, embedding_dim: int, num_dense: int = 13,
         bottom_mlp: Sequence[int] = (64,), top_mlp: Sequence[int] = (64,), interaction: Literal["dot", "dcn"] = "dot",
-        cross_layers: int = 2, cross_rank: int = 32, dense_dim: int | None = None,
+        cross_layers: int = 2, cross_rank: int = 32, dense_dim: int | None = None, num_labels: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         width = embedding_dim if dense_dim is None else dense_dim
-        if min(num_features, embedding_dim, width, num_dense + 1, *bottom_mlp, *top_mlp) < 1:
-            raise ValueError("num_features, embedding_dim and the widths of the MLPs must be at least 1, num_dense 0")
+        if min(num_features, embedding_dim, width, num_dense + 1, *bottom_mlp, *top_mlp, num_labels) < 1:
+            raise ValueError("num_features, embedding_dim, num_labels and widths must be at least 1, num_dense 0")
         self.embeddings = embeddings
         self._sparse_shape = (num_features, embedding_dim)
         if interaction == "dot" and dense_dim not in (None, embedding_dim):
@@ -116,7 +117,7 @@ class DLRM(nn.Module):
             self.interaction = CrossNetwork(**shape, layers=cross_layers, rank=cross_rank, dense_dim=dense_dim)
         else:
             raise ValueError(f'interaction={interaction!r}: expected "dot" or "dcn"')
-        self.top = _mlp([self.interaction.out_features, *top_mlp, 1], end_with_relu=False)
+        self.top = _mlp([self.interaction.out_features, *top_mlp, num_labels], end_with_relu=False)
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """All but those of the embeddings, by name; the modules of ``Towers`` are dense."""
@@ -124,17 +125,17 @@ class DLRM(nn.Module):
         return {name: each for name, each in named.items() if not re.match(r"embeddings\.(?!towers\.)", name)}
 
     def forward(self, dense_BC: Tensor | None, sparse: Any) -> Tensor:
-        """Returns the logits, Tensor [B]; ``dense_BC`` may be None without dense features."""
+        """Returns the logits, [B], or [B, L] of several labels; ``dense_BC`` may be None without dense features."""
         return self.dense_part(dense_BC, self.embeddings(sparse).values())
 
     def dense_part(self, dense_BC: Tensor | None, pooled_BE: Tensor) -> Tensor:
-        """All but the embeddings: the logits, Tensor [B], from their pooled rows; ``torch.compile`` and CUDA graphs
+        """All but the embeddings: the logits, as ``forward``, from their pooled rows; ``torch.compile`` and CUDA graphs
         take it."""
         if dense_BC is None:
             dense_BC = pooled_BE.new_empty(pooled_BE.shape[0], 0)
         sparse_BFD = torch.unflatten(pooled_BE, 1, self._sparse_shape)
-        logits: Tensor = self.top(self.interaction(self.bottom(dense_BC), sparse_BFD)).squeeze(1)
-        return logits
+        logits_BL: Tensor = self.top(self.interaction(self.bottom(dense_BC), sparse_BFD))
+        return logits_BL.squeeze(1)
 
 
 def _mlp(widths: Sequence[int], *, end_with_relu: bool) -> nn.Sequential:

@@ -432,23 +432,25 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 
 def _of_run(path: Path) -> Workload:
-    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers."""
+    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers or a class of its
+    own."""
     from ..train.config import load
 
     run = load(path)
-    dim, columns = run.embedding.dim, run.data.sparse_columns
+    columns, dims = run.data.sparse_columns, [run.of_table(name).embedding.dim for name in run.data.sparse_columns]
     ids, counts = run.embedding.ids, run.embedding.ids == "dynamic" and run.embedding.admit_after > 1
-    layers: dict[str, Any] = {name: each for name, each in asdict(run.model).items() if not name.startswith("tower")}
+    others = ("tower", "class", "args")
+    layers: dict[str, Any] = {name: each for name, each in asdict(run.model).items() if not name.startswith(others)}
     return specified(
         [
             TableSpec(name=name, num_embeddings=size, embedding_dim=dim, ids=ids, candidates=counts * size)
-            for name, size in zip(columns, run.table_sizes, strict=True)
+            for name, size, dim in zip(columns, run.table_sizes, dims, strict=True)
         ],
         name=path.stem,
         batch_samples=run.train.batch_size,
         optimizer=run.optimizer.sparse,
         dtype=run.embedding.dtype,
-        **dlrm_work([dim] * len(columns), num_dense=len(run.data.dense_columns), **layers)._asdict(),
+        **dlrm_work(dims, num_dense=len(run.data.dense_columns), **layers)._asdict(),
     )
 
 

@@ -140,7 +140,9 @@ class StoreEngine:
             return None
         run = saved_config(store.extra, str(store.directory))
         if run is None:
-            raise ValueError(f"watch={config.watch!r}: {store.directory} is of no run of tierstore train; leave it out")
+            raise ValueError(
+                f"watch={config.watch!r}: {store.directory} holds no DLRM of tierstore train; leave it out"
+            )
         rows = read_labelled(run, config.watch, max_rows=config.watch_rows, batch_rows=config.max_batch_samples)
         return Watch(self.score, rows, bound=config.watch_loss, store=config.store, commit_id=lambda: self.commit_id)
 

@@ -34,6 +34,11 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
+def table_option(text: str) -> Any:
+    """A dataclass's field that is a table of any keys, empty by default."""
+    return field(default_factory=dict, hash=False, metadata={"help": text})
+
+
 def check_ranges(description: Any) -> None:
     """ValueError, which names the field, its value and what is accepted, unless each field with a ``low`` is of its
     default's type and in [low, high]; an int may stand for a float, and for a word that is the default."""
@@ -58,6 +63,7 @@ class Checked:
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
+_BARE: Final = re.compile(r"[\w-]+", re.ASCII)  # a key that TOML takes without quotes
 _TYPE_NAMES: Final = {
     int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"
 }  # fmt: skip
@@ -138,8 +144,14 @@ def load_sections(
             raise ConfigError(f"{path}: key {excerpt(name)} stands outside a section; sections are {known}")
     origins = {}
     for section, key, value, origin in overrides:
-        tables.setdefault(section, {})[key] = value
-        origins[section, key] = origin
+        *names, last = key.split(".")
+        origins[section, key.partition(".")[0]] = origin
+        table = tables.setdefault(section, {})
+        for name in names:
+            inner = table.get(name)
+            table[name] = inner if isinstance(inner, dict) else {}
+            table = table[name]
+        table[last] = value
     return sections_of(cls, tables, str(path), origins)
 
 
@@ -162,13 +174,15 @@ def sections_of(
 
 
 def to_dict(description: Any) -> dict[str, dict[str, Any]]:
-    """Sections of plain JSON-able values."""
+    """Sections of plain JSON-able values; tables within have no keys of None, which TOML has not."""
 
     def listed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: listed(item) for key, item in value.items() if item is not None}
         return [listed(item) for item in value] if isinstance(value, tuple) else value
 
     sections = dataclasses.asdict(description)
-    return {name: {key: listed(value) for key, value in keys.items()} for name, keys in sections.items()}
+    return {name: {key.rstrip("_"): listed(value) for key, value in keys.items()} for name, keys in sections.items()}
 
 
 def to_toml(description: Any, *, with_help: bool = False) -> str:
@@ -180,7 +194,7 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
         for option in dataclasses.fields(known[section]):
             if with_help:
                 lines.append(f"# {option.metadata['help']}")
-            lines.append(f"{option.name} = {toml_value(keys[option.name])}")
+            lines.append(f"{(name := option.name.rstrip('_'))} = {toml_value(keys[name])}")
         lines.append("")
     return "\n".join(lines)
 
@@ -188,14 +202,15 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
 def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:
     cls = known[name]
     hints = get_type_hints(cls)
+    attributes = {attribute.rstrip("_"): attribute for attribute in hints}  # "class_" of the key "class"
     values = {}
     for key, value in keys.items():
-        if key not in hints:
+        if key not in attributes:
             elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
-            hint = nearest(key, hints, otherwise=next(iter(elsewhere), ""))
+            hint = nearest(key, attributes, otherwise=next(iter(elsewhere), ""))
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
-            values[key] = converted(value, hints[key], f"{name}.{key}")
+            values[attributes[key]] = converted(value, hints[attributes[key]], f"{name}.{key}")
         except ConfigError as error:
             raise ConfigError(f"{source[key]}: {error}") from None
     try:
@@ -228,6 +243,10 @@ def converted(value: Any, annotation: Any, key: str, *, is_whole: bool = False) 
         if isinstance(value, Sequence) and not isinstance(value, str):
             (each, *_), items = get_args(annotation), enumerate(value)
             return tuple(converted(item, each, f"{key}[{index}]", is_whole=is_whole) for index, item in items)
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            each = get_args(annotation)[1]
+            return {k: item if each is Any else converted(item, each, f"{key}.{k}") for k, item in value.items()}
     elif dataclasses.is_dataclass(annotation):
         if isinstance(value, Mapping):
             return described(cast(type[Any], annotation), value, key, is_whole=is_whole)
@@ -269,11 +288,11 @@ def _describe(annotation: Any) -> str:
         return f"a list, each {_describe(get_args(annotation)[0])}"
     if dataclasses.is_dataclass(annotation):
         return f"a table with {', '.join(each.name for each in dataclasses.fields(annotation))}"
-    return _TYPE_NAMES[annotation]
+    return _TYPE_NAMES.get(annotation, "a table")
 
 
 def toml_value(value: Any) -> str:
-    """A string, number, boolean, list or dict of plain keys, as TOML has it on one line."""
+    """A string, number, boolean, list or dict, as TOML has it on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -283,5 +302,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+        items = {key if _BARE.fullmatch(key) else toml_value(key): toml_value(item) for key, item in value.items()}
+        return f"{{{', '.join(f'{key} = {item}' for key, item in items.items())}}}"
     return repr(value)

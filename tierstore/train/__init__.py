@@ -1,4 +1,4 @@
-"""Training a DLRM on click data from one run file."""
+"""Training a DLRM, or a class of one's own, on click data from one run file."""
 
 from ..settings.sections import ConfigError
 from .build import row_ids

@@ -1,12 +1,17 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import init, optim
 from ..config import TableConfig
@@ -16,13 +21,16 @@ from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..ids.texts import text_categories
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
+from ..nn.module import Placeholder
 from ..optim.configs import RULES
-from ..settings.sections import nearest
+from ..settings.sections import ConfigError, nearest
 from ..store import Store, open_store
 from ..trace import TableTrace, Trace
 from .config import DataSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
+from .readers.arrow import ArrowReader
+from .readers.shuffled import ShuffledReader, random_order
 
 
 class Run(NamedTuple):
@@ -30,17 +38,46 @@ class Run(NamedTuple):
     weights. Rows are updated inside backward."""
 
     store: Any  # a ``Store``, or over ranks a ``ShardedStore``
-    model: DLRM
+    model: Any  # a ``DLRM``, or of the class that the run file names
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
     clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
     curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
+    label_weights: tuple[float, ...] = ()
 
     @property
     def local(self) -> Store:
         """The store of this process, or its part."""
         return self.processes.local(self.store)
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer of the dense weights trains, by name."""
+    if isinstance(model, DLRM):
+        return model.dense_parameters()
+    return {name: each for name, each in model.named_parameters() if not isinstance(each, Placeholder)}
+
+
+def dense_state(model: nn.Module) -> Mapping[str, Tensor]:
+    """What a commit keeps of the model besides rows: dense weights and buffers, by name."""
+    return model.dense_parameters() if isinstance(model, DLRM) else dict(model.state_dict())
+
+
+def loaded(name: str, key: str) -> Any:
+    """The class or function of a key's "package.module:name", looked for in the current folder, too. ConfigError: it is
+    not there, or cannot be called."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
+        way = "give package.module:name, installed or in the folder where tierstore is started"
+        raise ConfigError(f"{key} = {name!r} cannot be imported: {error}; {way}") from error
+    if not callable(found):
+        raise ConfigError(f"{key} = {name!r} is of type {type(found).__name__}; name a class or function")
+    return found
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
@@ -56,9 +93,19 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
     return _open(config.data, config.data.test_path) if config.data.test_path else reader
 
 
+def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
+    """The training data as an epoch reads them. ConfigError: there are no files to shuffle."""
+    key, size = (config.train.seed, epoch), config.data.shuffle_rows
+    if config.data.shuffle_files:
+        if not isinstance(reader, ArrowReader):
+            raise ConfigError(f"data.shuffle_files is for Parquet and CSV; for {reader.path} set data.shuffle_rows")
+        reader = reader.reordered(random_order(len(reader.files), key=key).tolist())
+    return ShuffledReader(reader, size, key) if size else reader
+
+
 def _open(data: DataSection, path: str) -> Reader:
     columns: Any = {"label": data.label_column, "dense": data.dense_columns, "sparse": data.sparse_columns}
-    schema = Schema(**columns, rule=data.rule, longest=data.max_list_length)
+    schema = Schema(**columns, weight=data.weight_column, rule=data.rule, longest=data.max_list_length)
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
@@ -97,7 +144,7 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     torch.manual_seed(config.train.seed)
     modules = build_towers(config)
     embeddings = processes.make_embeddings(store, [table_config.name for table_config in configs], modules)
-    model = build_model(config, embeddings, modules)
+    model = _build_class(config, embeddings) if config.model.class_ else build_model(config, embeddings, modules)
     model.to(processes.local(store).device)
     section = config.optimizer
     rules: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
@@ -106,13 +153,30 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
         options = {"curvature": section.curvature, "products": section.curvature_products}
         options["average"] = lambda tensors: processes.average(tensors, torch.zeros(()), False)
     rule = rules.get(section.dense, optim.HessianFree)
-    optimizer: torch.optim.Optimizer = rule(model.dense_parameters().values(), **options)
-    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm, section.curvature_share)
+    given = section.dense_clip_norm, section.curvature_share, config.data.label_weights
+    optimizer: torch.optim.Optimizer = rule(dense_parameters(model).values(), **options)
+    return Run(store, model, embeddings, optimizer, processes, *given)
 
 
-def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> DLRM:
-    """The model over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
-    were drawn before, which ``embeddings`` over towers' hosts runs itself."""
+def _build_class(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> nn.Module:
+    """The model of ``model.class``, which is imported. ConfigError: of that key or its arguments."""
+    made, name = loaded(config.model.class_, "model.class"), f"model.class = {config.model.class_!r}"
+    try:
+        given = inspect.signature(made).bind(embeddings, num_dense=len(config.data.dense_columns), **config.model.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}, model.args: {error}") from error
+    model = made(*given.args, **given.kwargs)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} makes {type(model).__name__}; name a class of torch.nn.Module")
+    return model
+
+
+def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> Any:
+    """The DLRM over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
+    were drawn before, which ``embeddings`` over towers' hosts runs itself. ValueError: the run has a ``model.class``,
+    which only a run's trainer imports."""
+    if config.model.class_:
+        raise ValueError(f"model.class = {config.model.class_!r}: only tierstore train makes a model of that class")
     modules: Any = build_towers(config) if towers is None else towers
     is_plain = not modules or isinstance(embeddings, TowerTieredEmbeddingBagCollection)
     shape = {"num_features": len(config.data.sparse_columns), "embedding_dim": config.embedding.dim}
@@ -131,6 +195,7 @@ def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, tow
         interaction=config.model.interaction,
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
+        num_labels=len(config.data.labels),
     )
 
 
@@ -151,30 +216,24 @@ def build_towers(config: RunConfig) -> list[DLRMTower] | list[DCNTower]:
 
 def table_configs(config: RunConfig) -> list[TableConfig]:
     """One table a categorical column, of the column's name."""
-    section, rule, ids = config.embedding, config.optimizer, None
+    section, ids = config.embedding, None
     if section.ids == "dynamic":
         admission = Frequency(section.admit_after) if section.admit_after > 1 else None
         ids = DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
-    given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
-    given["initial_accumulator_value"] = rule.sparse_initial_accumulator
-    taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
-    optimizer = RULES[rule.sparse](**{name: value for name, value in given.items() if name in taken})
-    first = init.Uniform(-section.init_range, section.init_range, seed=config.train.seed)
-    return [
-        TableConfig(
-            name=name,
-            num_embeddings=size,
-            embedding_dim=section.dim,
-            dtype=section.dtype,
-            rounding=section.rounding,
-            feature_names=(name,),
-            pooling=section.pooling,
-            init=first,
-            optimizer=optimizer,
-            ids=ids,
-        )
-        for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
-    ]
+
+    def made(name: str, size: int) -> TableConfig:
+        own, rule = config.of_table(name)
+        given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
+        given["initial_accumulator_value"] = rule.sparse_initial_accumulator
+        taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
+        optimizer = RULES[rule.sparse](**{key: value for key, value in given.items() if key in taken})
+        first = init.Uniform(-own.init_range, own.init_range, seed=config.train.seed)
+        return TableConfig(
+            name=name, num_embeddings=size, embedding_dim=own.dim, dtype=own.dtype, rounding=own.rounding,
+            feature_names=(name,), pooling=own.pooling, init=first, optimizer=optimizer, ids=ids,
+        )  # fmt: skip
+
+    return list(map(made, config.data.sparse_columns, config.table_sizes))
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
@@ -186,7 +245,7 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
         raise ValueError(f"rows={rows}: a trace is of one row at least")
     names, batch_size = config.data.sparse_columns, config.train.batch_size
     ids, lengths = ({name: [np.empty(0, np.int64)] for name in names} for _ in range(2))
-    for batch in reader.batches(hasher, batch_size=batch_size, stop_row=stop):
+    for batch in reader_of_epoch(config, reader, 0).batches(hasher, batch_size=batch_size, stop_row=stop):
         values, offsets = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()
         for column, name in enumerate(names):
             own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]

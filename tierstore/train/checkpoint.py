@@ -2,19 +2,19 @@
 of the same version they are all that the next step depends on. Tensors only, no pickle."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
 from ..system.checks import excerpt
-from .build import Run
+from .build import Run, dense_parameters, dense_state
 from .config import RunConfig
 from .processes import Processes
 from .readers import DataError, DataFile
@@ -24,6 +24,8 @@ _GONE: Final = "train.lookahead"  # of runs of 0.1
 _FREE_KEYS: Final = frozenset(
     {
         *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
+        *("train.test_every_steps", "train.test_every_minutes", "train.patience", "train.keep_best"),
+        *("train.callbacks", "train.metrics", "train.metrics_every", "train.tensorboard"),
         *("ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.commit_every"),
     }
@@ -33,19 +35,41 @@ _FREE_KEYS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands: steps done, and the next row to read."""
+    """Where a run stands: steps done, and the next row to read; and how its tests went.
+
+    Attributes:
+        best: figure of the test that is best so far, the less the better; None before the first.
+        best_version: whose it is; 0: that of the commit that holds this.
+        tested, tests_since: the step of the last test, and how many tests came after the best.
+        ended: epochs that the run was to have when it ended at its best version, or early; 0 as long as it goes on.
+    """
 
     step: int = 0
     epoch: int = 0
     row: int = 0
+    best: float | None = None
+    best_version: int = 0
+    tested: int = 0
+    tests_since: int = 0
+    ended: int = 0
+
+    def after(self, value: float) -> "Position":
+        """The same, tested with that figure."""
+        if self.best is None or value < self.best:
+            return replace(self, best=value, best_version=0, tested=self.step, tests_since=0)
+        return replace(self, tested=self.step, tests_since=self.tests_since + 1)
+
+    def dropped(self, versions: Sequence[int], keep: int) -> Sequence[int]:
+        """Versions of a store that the next commit drops to leave ``keep``, itself included, besides the best."""
+        others = [version for version in versions if version != self.best_version]
+        return others[: 1 - keep] if keep > 1 else others
 
 
 def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
     """Begin to commit rows and all else of the run, atomically; ``files``: those that the position counts rows of."""
     run.embeddings.gather([run.optimizer])
-    dense = run.model.dense_parameters()
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}
-    names, states = list(dense), run.optimizer.state_dict()["state"]
+    tensors = {f"model.{name}": each.detach() for name, each in dense_state(run.model).items()}
+    names, states = list(dense_parameters(run.model)), run.optimizer.state_dict()["state"]
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
@@ -120,28 +144,44 @@ def restore_run(run: Run) -> Position:
         return Position()
     saved = _saved(run.store)
     tensors = run.store.tensors()
+    if not isinstance(run.model, DLRM):
+        _require_same_model(run.model, tensors, str(saved["config"]["model"].get("class")))
     load_model(run.model, tensors)
     states: dict[int, dict[str, Tensor]] = {}
-    for index, (name, _) in enumerate(run.model.dense_parameters().items()):
+    for index, name in enumerate(dense_parameters(run.model)):
         prefix = f"optimizer.{name}."
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
             states[index] = state
     run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
-    return Position(**saved["position"])
+    position = Position(**saved["position"])
+    best = 0 if position.best is None else position.best_version or run.store.version
+    return replace(position, best_version=best)
+
+
+def _require_same_model(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+    """ValueError, naming the first tensor that differs, unless a commit has those of the model's dense state."""
+    own = {f"model.{key}": list(each.shape) for key, each in dense_state(model).items()}
+    saved = {key: list(each.shape) for key, each in tensors.items() if key.startswith("model.")}
+    for key in sorted(own.keys() | saved.keys()):
+        if (a := own.get(key, "none")) != (b := saved.get(key, "none")):
+            found = f"model.class = {name!r} has {key} of shape {a}, the commit {b}"
+            raise ValueError(f"{found}; resume with the class that the run was begun with")
 
 
 def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
-    """The run whose commit has this ``extra``; None if no run committed it. ConfigError if it is of another release."""
+    """The run of a DLRM whose commit has this ``extra``; None if no run committed it, or one with a ``model.class``:
+    only the trainer imports code that a run names. ConfigError if it is of another release."""
     saved = extra.get(_EXTRA_KEY)
     if saved is None:
         return None
-    config = {
+    sections = {
         section: {key: value for key, value in keys.items() if f"{section}.{key}" != _GONE}
         for section, keys in saved["config"].items()
     }
-    return sections_of(RunConfig, config, origin)
+    config = sections_of(RunConfig, sections, origin)
+    return None if config.model.class_ else config
 
 
 def _saved(store: Any) -> dict[str, Any]:
@@ -152,6 +192,6 @@ def _saved(store: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_model(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.dense_parameters().items():
-        parameter.copy_(tensors[f"model.{name}"])
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, own in dense_state(model).items():
+        own.copy_(tensors[f"model.{name}"])

@@ -6,11 +6,12 @@ Each section is a dataclass; the help in a field is what the documentation shows
 # ruff: noqa: RUF009 (option makes dataclass fields)
 
 import functools
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..dist.placement.towers import load_towers
@@ -19,7 +20,7 @@ from ..io.log import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..optim.configs import RuleName
 from ..settings import sections
-from ..settings.sections import Checked, ConfigError, Override, option
+from ..settings.sections import Checked, ConfigError, Override, nearest, option, table_option
 from ..system.checks import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
@@ -79,17 +80,32 @@ class DataSection(Checked):
     )
     hash_seed: int = option(0, "of the XXH64 that makes texts categories", low=0, high=_MAX_COUNT)
     log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
-    label_column: str = option("label", "name of the label's column (Parquet, CSV)")
+    label_column: str | tuple[str, ...] = option("label", "name of the label's column, or a list of several labels'")
+    label_weights: tuple[float, ...] = option((), "of each label's loss in their sum; []: all 1")
+    weight_column: str = option("", 'column of weights of rows in the loss, 0 or more; "": all 1')
     dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns, if any")
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
     max_list_length: int = option(0, "categories of a list to keep, the last ones; 0: all", low=0, high=_MAX_COUNT)
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
+    shuffle_rows: int = option(0, "rows to shuffle in memory, in multiples of batch_size; 0: none", low=0, high=1 << 26)
+    shuffle_files: bool = option(False, "each epoch reads the folder's files in another order (Parquet, CSV)")
     check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_after = self.test_rows > 0 and not self.test_path
         _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more with data.test_rows")
+        good, labels, weights = not (self.shuffle_files and self.train_rows), self.labels, self.label_weights
+        _require(good, "data.train_rows", self.train_rows, "0 with data.shuffle_files; test on data.test_path")
+        _require(bool(labels), "data.label_column", self.label_column, "the name of a column")
+        good = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights) and len(weights) == len(labels) > 1
+        expected = "a weight of 0 or more for each of several labels, not all 0"
+        _require(good or not weights, "data.label_weights", weights, expected)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels' columns."""
+        return (self.label_column,) if isinstance(self.label_column, str) else self.label_column
 
     @property
     def rule(self) -> CategoryRule:
@@ -100,6 +116,17 @@ class DataSection(Checked):
     def has_test(self) -> bool:
         """Whether there is something to evaluate on."""
         return self.test_rows > 0 or bool(self.test_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSection:
+    """[embedding.tables.NAME]: keys of [embedding] and [optimizer] that one column's table has otherwise."""
+
+    dim: int | None = None
+    pooling: Literal["sum", "mean"] | None = None
+    init_range: float | None = None
+    sparse: RuleName | None = None
+    sparse_lr: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +146,7 @@ class EmbeddingSection(Checked):
     )
     pooling: Literal["sum", "mean"] = option("sum", "what a row's categories in one column become: their sum or mean")
     init_range: float = option(0.01, "untrained rows are uniform in [-init_range, init_range)", low=0, high=_MAX_RATE)
+    tables: dict[str, TableSection] = table_option("of columns' own: dim, pooling, init_range, sparse, sparse_lr")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,8 +160,10 @@ class EmbeddingSection(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Checked):
-    """[model]: DLRM."""
+    """[model]: a DLRM, or the class that the run file names."""
 
+    class_: str = option("", 'class of the model, as "package.module:Net"; "": DLRM, by the keys below')
+    args: dict[str, Any] = table_option("arguments of that class, by name")
     interaction: Literal["dot", "dcn"] = option("dot", '"dot": products of all pairs; "dcn": DCN-v2 cross network')
     bottom_mlp: tuple[int, ...] = option((64,), "hidden widths of the MLP over the dense features")
     top_mlp: tuple[int, ...] = option((64,), "hidden widths of the MLP over the interaction")
@@ -152,6 +182,12 @@ class ModelSection(Checked):
             good = len(widths) <= _MAX_LAYERS and all(1 <= width <= _MAX_WIDTH for width in widths)
             _require(good, key, widths, f"up to {_MAX_LAYERS} widths of 1 or more, up to {_MAX_WIDTH}")
         _require(self.tower_per_feature + self.tower_flat > 0, "model.tower_flat", 0, "1 or more vectors of a tower")
+        _require(bool(self.class_) or not self.args, "model.args", self.args, "none without model.class")
+        _require(not self.class_ or not self.towers, "model.towers", self.towers, "none with model.class")
+        try:
+            json.dumps(self.args)
+        except TypeError:
+            _require(False, "model.args", self.args, "no dates; write them as strings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,12 +241,21 @@ class TrainSection(Checked):
 
     batch_size: int = option(128, "rows of a step; over ranks, of all together", low=1, high=1 << 24)
     epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
-    seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
+    seed: int = option(0, "of the first weights, of shuffling and of dropout", low=0, high=_MAX_COUNT)
     prefetch_depth: int | Literal["auto"] = option(
         "auto", 'batches whose rows are fetched ahead; "auto": 2 where that is faster', low=0, high=_MAX_THREADS
     )
     commit_every: int = option(1000, "steps between commits; 0: only at the end", low=0, high=_MAX_COUNT)
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
+    test_every_steps: int = option(0, "evaluate after so many steps, too; 0: not", low=0, high=_MAX_COUNT)
+    test_every_minutes: float = option(0.0, "evaluate when so many have passed; 0: not", low=0, high=_MAX_RATE)
+    best_by: Literal["log_loss", "auc"] = option("log_loss", "figure of the test rows that says which version is best")
+    patience: int = option(0, "end after so many tests in turn that are not the best; 0: never", low=0)
+    keep_best: bool = option(False, "keep the version that tests best; in the end the store shows that one")
+    callbacks: tuple[str, ...] = option((), 'called with a Record after each step, test and commit: "package:function"')
+    metrics: str = option("", 'file of JSON lines, as "run.jsonl": losses, tests, commits; "": none')
+    metrics_every: int = option(100, "steps between two of its lines of losses", low=1, high=_MAX_COUNT)
+    tensorboard: str = option("", 'folder for TensorBoard, of the same figures; "": none')
     torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)
 
 
@@ -222,6 +267,13 @@ class RanksSection(Checked):
     forward_precision: Precision = option("fp32", 'how rows cross between ranks: "fp32", "bf16", "fp16" or "int8"')
     backward_precision: Precision = option("fp32", "the same of their gradients; fewer bits cost accuracy")
     timeout_seconds: int = option(300, "wait for a rank until it counts as hung", low=1, high=_MAX_TIMEOUT)
+
+
+class OfTable(NamedTuple):
+    """[embedding] and [optimizer] as one column's table has them."""
+
+    embedding: EmbeddingSection
+    optimizer: OptimizerSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +292,37 @@ class RunConfig:
         is_dynamic = self.embedding.ids == "dynamic"
         expected = '"none" with embedding.ids = "dynamic", "mix" or "mod" without'
         _require(is_dynamic == (self.data.hashing == "none"), "data.hashing", self.data.hashing, expected)
-        good = self.optimizer.dense != "hessian-free" or not self.model.towers
-        _require(good, "optimizer.dense", "hessian-free", "another rule with model.towers")
+        good = self.optimizer.dense != "hessian-free" or not (self.model.towers or self.model.class_)
+        _require(good, "optimizer.dense", "hessian-free", "another rule with model.towers or model.class")
+        size, batch = self.data.shuffle_rows, self.train.batch_size
+        _require(not size % batch, "data.shuffle_rows", size, f"a multiple of train.batch_size, {batch:,}")
+        tests = (self.train.test_each_epoch, self.train.test_every_steps, self.train.test_every_minutes)
+        wanted, good = self.train.patience or self.train.keep_best, self.data.has_test and any(tests)
+        expected = "none without test rows and train.test_each_epoch, test_every_steps or test_every_minutes"
+        _require(good or not wanted, "train.patience or keep_best", wanted, expected)
+        good, expected = self.data.has_test or not any(tests[1:]), "none without data.test_rows or data.test_path"
+        _require(good, "train.test_every_steps or test_every_minutes", max(tests[1:]), expected)
         sizes = self.embedding.num_embeddings
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:
             raise ConfigError(f"embedding.num_embeddings lists {len(sizes)} tables, data.sparse_columns {columns}")
+        for name in self.embedding.tables:
+            if name not in self.data.sparse_columns:
+                raise ConfigError(f"embedding.tables.{name}: {nearest(name, self.data.sparse_columns)}")
+            try:
+                dim = self.of_table(name).embedding.dim
+            except ValueError as error:
+                raise ConfigError(f"embedding.tables.{name}: {error}") from None
+            good = dim == self.embedding.dim or bool(self.model.class_)
+            expected = "embedding.dim, that of all tables of a DLRM; a model.class takes others"
+            _require(good, f"embedding.tables.{name}.dim", dim, expected)
+
+    def of_table(self, name: str) -> OfTable:
+        """What a column's table has, but for ``num_embeddings``. ValueError: a key of its own is out of range."""
+        keys: dict[str, Any] = vars(self.embedding.tables.get(name, TableSection()))
+        own = {key: value for key, value in keys.items() if value is not None}
+        rule = {key: own.pop(key) for key in ("sparse", "sparse_lr") if key in own}
+        return OfTable(replace(self.embedding, **own), replace(self.optimizer, **rule))
 
     @property
     def table_sizes(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How well logits rank and fit binary labels."""
+"""How well logits rank and fit binary labels: the loss that is trained, and figures of test rows."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,42 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..kernels.arrays import Bools, Float64s, Floats
 
 
+class LabelEvaluation(NamedTuple):
+    name: str
+    auc: float
+    log_loss: float
+
+
 class Evaluation(NamedTuple):
+    """Of several labels, means by the weights of their losses; ``labels`` has each."""
+
     rows: int
     auc: float  # NaN where the labels are all alike
     log_loss: float
+    labels: tuple[LabelEvaluation, ...] = ()
+
+
+def training_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None, label_weights: Sequence[float] = ()
+) -> Tensor:
+    """The mean over rows of the log loss, a scalar: of logits and labels, float32 [B], times the rows' weights [B] if
+    there are any; of [B, L] the sum over labels, each times its weight. Without rows 0, with a gradient, as backward
+    needs a loss where processes take part in it. ValueError: the shapes differ."""
+    if logits.shape != labels.shape:
+        shapes = f"{list(logits.shape)}, and the labels have {list(labels.shape)}"
+        raise ValueError(f"the model gave logits of shape {shapes}: let forward return a logit for each label")
+    if not len(labels):
+        return logits.sum()
+    if labels.ndim == 1:
+        return binary_cross_entropy_with_logits(logits, labels, weight=weights)
+    each = labels.new_tensor(label_weights or [1.0] * labels.shape[1])
+    each = each if weights is None else each * weights[:, None]
+    return binary_cross_entropy_with_logits(logits, labels, weight=each) * labels.shape[1]
 
 
 def roc_auc(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -72,13 +100,18 @@ class Predictions:
         return made
 
     def add(self, labels: Tensor, logits: Tensor) -> None:
-        """Add a batch: labels and logits, each [B], of any device."""
+        """Add a batch: labels and logits, each [B] or [B, L], of any device."""
         self._labels.append(labels.cpu().numpy() != 0)
         self._logits.append(logits.cpu().numpy().astype(np.float32))
 
-    def evaluate(self) -> Evaluation:
-        """ValueError if no batch was added."""
+    def evaluate(self, names: Sequence[str] = (), label_weights: Sequence[float] = ()) -> Evaluation:
+        """Rows count the same whatever they weigh; ``names``: of labels [B, L]. ValueError if no batch was added."""
         if not self._labels:
             raise ValueError("there is nothing to evaluate: no batch was added")
         labels, logits = np.concatenate(self._labels), np.concatenate(self._logits)
-        return Evaluation(rows=len(labels), auc=roc_auc(labels, logits), log_loss=log_loss(labels, logits))
+        if labels.ndim == 1:
+            return Evaluation(rows=len(labels), auc=roc_auc(labels, logits), log_loss=log_loss(labels, logits))
+        columns = zip(names, labels.T, logits.T, strict=True)
+        found = tuple(LabelEvaluation(name, roc_auc(*own), log_loss(*own)) for name, *own in columns)
+        auc, loss = np.average([each[1:] for each in found], axis=0, weights=label_weights or None).tolist()
+        return Evaluation(len(labels), auc, loss, found)

@@ -19,7 +19,7 @@ from ..pool.stats import Stats
 from ..report import Line, Section, Step, figure, page_of
 from ..system.files import write_text
 from ..system.sizes import format_count, format_size
-from .build import Run
+from .build import Run, dense_state
 from .metrics import Evaluation
 
 _DIGEST_ROWS: Final = 65_536
@@ -141,6 +141,7 @@ class Summary:
     end_bytes: int
     """The process's own memory when training ended, without mapped pages of files, which the system takes back."""
     bits: str | None  # digest of all rows of all tables and the dense weights: equal digests, equal bits
+    ended: int = 0  # epochs that it was to have, if it ended early or at its best version
     recorded: str | None = None  # what the run recorded of its lookups, and where
     ranks: tuple[RankSummary, ...] = ()  # of each rank, in order; none of one process
     history: tuple[Point, ...] = ()
@@ -150,7 +151,9 @@ class Summary:
         """JSON-able; an AUC that is not defined and losses that are not finite are null."""
         fields = asdict(self) | {"loss": None if self.loss is None else _finite(self.loss)}
         if self.test is not None:
-            fields["test"] = {name: _finite(value) for name, value in self.test._asdict().items()}
+            test = {name: _finite(getattr(self.test, name)) for name in ("rows", "auc", "log_loss")}
+            labels = {name: {"auc": _finite(auc), "log_loss": _finite(loss)} for name, auc, loss in self.test.labels}
+            fields["test"] = test | ({"labels": labels} if labels else {})
         fields["tiers"] = _tiers_to_dict(self.tiers)
         fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
         fields["history"] = [{**each._asdict(), "loss_sum": _finite(each.loss_sum)} for each in self.history]
@@ -178,9 +181,12 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
     test, rows, epochs = run["test"] or {}, run["rows"], run["epochs"]
     trained = f"{rows:,} rows in {run['seconds']:.1f} s"
     if not rows and not run["interrupted"]:
-        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {epochs + 1} goes on"
+        more = max(epochs, run.get("ended", 0)) + 1
+        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {more} goes on"
     figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
     losses = {"training loss": run["loss"], "test AUC": test.get("auc"), "test log loss": test.get("log_loss")}
+    for name, own in test.get("labels", {}).items():
+        losses |= {f"  AUC of {name}": own["auc"], f"  log loss of {name}": own["log_loss"]}
     figures |= {name: "" if value is None else f"{value:.6f}" for name, value in losses.items()}
     if rows and hbm["capacity_rows"]:
         figures["HBM tier: rows, index"] = format_size(hbm["bytes"])
@@ -267,7 +273,7 @@ def digest_bits(run: Run) -> str:
         begins = range(0, count, _DIGEST_ROWS)
         for part in parts or (torch.arange(begin, min(begin + _DIGEST_ROWS, count)) for begin in begins):
             digest.update(_bytes(run.processes.read(run.store, name, part)))
-    for name, parameter in sorted(run.model.dense_parameters().items()):
+    for name, parameter in sorted(dense_state(run.model).items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))
     return run.processes.gather(digest.hexdigest())[0]
@@ -275,7 +281,7 @@ def digest_bits(run: Run) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Its values in order, from any device."""
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().data
+    return tensor.cpu().flatten().view(torch.uint8).numpy().data
 
 
 def own_bytes() -> int:

@@ -20,12 +20,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import Towers, box_sharpness, hessian_eigenvalues
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..report import Line, Section, Step, figure, page_of
-from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..settings.sections import ConfigError, Override, to_dict, to_toml, toml_value
 from ..store import open_store
 from ..system.checks import excerpt
 from ..system.files import make_directory, write_text
@@ -35,6 +34,7 @@ from ..system.terminal import columns_of
 from .build import build_model, open_data
 from .checkpoint import load_model, saved_config
 from .config import RunConfig, load, parse_override
+from .metrics import training_loss
 
 SEED: Final = "train.seed"
 MAX_RUNS: Final = 10_000
@@ -75,7 +75,7 @@ def axis_of(text: str) -> Axis:
     name, equals, values = text.partition("=")
     try:
         found = tomllib.loads(f"values = [{values}]")["values"]
-        written = [value if isinstance(value, str) else json.dumps(value) for value in found] or [""]
+        written = [value if isinstance(value, str) else toml_value(value) for value in found] or [""]
     except (ValueError, TypeError):  # no TOML, or a date
         written = [value.strip() for value in values.split(",")]
     if equals and "" in written:
@@ -117,7 +117,10 @@ def runs_of(run_file: str | Path, folder: str | Path, axes: Sequence[Axis]) -> l
         paths = {name: os.path.abspath(path) for name in ("path", "test_path") if (path := getattr(config.data, name))}
         record = config.store.record and os.path.abspath(config.store.record)
         store = replace(config.store, path=str(own / "store"), record=record)
-        runs.append(SweepRun(own, labels, replace(config, store=store, data=replace(config.data, **paths))))
+        files = {key: str(own / key) if getattr(config.train, key) else "" for key in ("metrics", "tensorboard")}
+        train: Any = replace(config.train, **files)  # type: ignore[arg-type]
+        data = replace(config.data, **paths)
+        runs.append(SweepRun(own, labels, replace(config, store=store, data=data, train=train)))
     return runs
 
 
@@ -176,10 +179,12 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
         arguments += ["--ddr", f"{float(share[1]) / jobs}%"]
     own = str(max(1, (os.cpu_count() or 1) // jobs))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", own)} if jobs > 1 else {}
+    options = child_options(**threads)
+    options["env"]["PYTHONPATH"] += os.pathsep + os.getcwd()  # where a model's class may be
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _TRAIN.format(os.getpid()), *arguments],
-            stdout=log, stderr=log, start_new_session=True, **child_options(**threads),
+            stdout=log, stderr=log, start_new_session=True, **options,
         )  # fmt: skip
 
 
@@ -327,7 +332,7 @@ class Sharpness(NamedTuple):
 
 
 def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
-    """Of a run's last commit, on its first ``rows`` training rows, at most ``data.train_rows`` (Keskar et al., "On
+    """Of a DLRM's last commit, on its first ``rows`` training rows, at most ``data.train_rows`` (Keskar et al., "On
     large-batch training for deep learning: generalization gap and sharp minima", ICLR 2017). Rows of tables are
     constants; NaN where the loss is no number. The store is only read. Memory: some 1,000 bytes for each dense weight.
 
@@ -338,19 +343,20 @@ def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
     with torch.no_grad(), torch.random.fork_rng([]), open_store(folder, mode="r", ddr="256MiB") as store:
         config, version = saved_config(store.extra, str(folder)), store.version
         if config is None or rows < 1:
-            raise ValueError(f"{folder}, rows={rows}: give the store of a run of tierstore train, and 1 row or more")
+            raise ValueError(f"{folder}, rows={rows}: give the store of a DLRM of tierstore train, and 1 row or more")
         embeddings = TieredEmbeddingBagCollection(store, tables=list(config.data.sparse_columns))
         model = build_model(config, embeddings).eval()
         load_model(model, store.tensors())
         (reader, hasher), stop = open_data(config), min(rows, config.data.train_rows or rows)
         batches = reader.batches(hasher, batch_size=_BATCH, stop_row=stop, log_dense=config.data.log_dense)
-        parts = [(batch.dense, embeddings(batch.sparse).values(), batch.labels) for batch in batches]
+        parts = [(batch, embeddings(batch.sparse).values()) for batch in batches]
 
     def losses() -> Iterator[Tensor]:
-        for dense, pooled, labels in parts:
+        for batch, pooled in parts:
             towers = model.embeddings
-            logits = model.dense_part(dense, towers.compressed(pooled) if isinstance(towers, Towers) else pooled)
-            yield binary_cross_entropy_with_logits(logits, labels, reduction="sum") / stop
+            logits = model.dense_part(batch.dense, towers.compressed(pooled) if isinstance(towers, Towers) else pooled)
+            mean = training_loss(logits, batch.labels, batch.weights, config.data.label_weights)
+            yield mean * (len(batch) / stop)
 
     if not math.isfinite(sum(float(loss.detach()) for loss in losses())):
         return Sharpness._make([version, stop, *[math.nan] * 4])

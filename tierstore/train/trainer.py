@@ -20,7 +20,6 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
@@ -36,12 +35,13 @@ from ..store.recording import require_recordable
 from ..system.processes import launched_rank
 from ..system.signals import handlers_restored
 from ..system.sizes import format_size
-from .build import Run, build_run, open_data, open_run_store, open_test_data
+from .build import Run, build_run, dense_parameters, open_data, open_run_store, open_test_data, reader_of_epoch
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
-from .config import OptimizerSection, RunConfig
-from .metrics import Evaluation, Predictions
+from .config import OptimizerSection, RunConfig, TrainSection
+from .metrics import Evaluation, Predictions, training_loss
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
+from .records import Record, Thinned, listeners
 from .summary import History, RankSummary, Summary, digest_bits, own_bytes, together
 
 _STEPS: Final = 4
@@ -97,7 +97,9 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         training = _Training(config, reader, test_reader, hasher, build_run(config, store, processes))
         run = training.run
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
-        with recorder or contextlib.nullcontext():
+        done = math.inf if training.is_whole else training.position.step
+        reported = listeners(TrainSection() if processes.rank else config.train, done, resume=resume)
+        with recorder or contextlib.nullcontext(), reported as training.listeners:
             training.train()
             folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
             ranks = processes.gather(RankSummary(folder, tiers, begun, end))
@@ -117,6 +119,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             interrupted=not training.is_whole,
             step=training.position.step,
             epochs=training.position.epoch,
+            ended=training.position.ended,
             rows=history[-1].samples,
             seconds=history[-1].seconds,
             samples_per_second=history[-1].samples / history[-1].seconds,
@@ -166,6 +169,10 @@ class Progress:
             )
         self._bar.update(rows)
 
+    def expect(self, total_rows: int) -> None:
+        """Set what only the end of an epoch shows."""
+        self._bar.total = self._bar.total or total_rows
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._shown:
@@ -211,77 +218,143 @@ class _Training:
         self.position = restore_run(run)
         self.start_bytes = own_bytes()
         self.history = History(run.local.stats, step=self.position.step)
-        rows = config.data.train_rows  # of an epoch
+        rows = config.data.train_rows or reader.num_rows or 0  # of an epoch
         self.progress = Progress(
             self.history,
             total_rows=rows * config.train.epochs or None,
             done_rows=rows * self.position.epoch + self.position.row,
             shown=run.processes.rank == 0,
         )
-        self._stopped = False
+        self.listeners: list[Callable[[Record], object]] = []
+        self._stopped, self._tested_at = False, time.monotonic()
         self._tested: tuple[int, Evaluation] | None = None  # the step after which, and the result
         self._pending: PendingCommit | None = None
         self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
 
     @property
     def is_whole(self) -> bool:
-        return self.position.epoch >= self._config.train.epochs
+        return max(self.position.epoch, self.position.ended) >= self._config.train.epochs
 
     def train(self) -> None:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
         self.run.model.train()
         with contextlib.closing(self.progress), StopRequest() as stop:
+            self._go_on()
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
+            if self._config.train.keep_best and self.is_whole:
+                self._show_best()
             self._end_commit()
             if self.position != self._commit[0]:
-                commit_run(self.run, self._config, self.position, self._reader.files).result()
+                self._begin_commit()
+                self._end_commit(is_said=False)
         self.history.close()
 
+    def _go_on(self) -> None:
+        """Count tests again after an early end, and take a test that the last process had no time for or failed in."""
+        section, step = self._config.train, self.position.step
+        if self.is_whole or not step:
+            return
+        if self.position.ended:
+            self.position = replace(self.position, tests_since=0, ended=0)
+        every = section.test_every_steps
+        if (section.test_each_epoch and not self.position.row) or (every and step % every == 0):
+            self._test(f"step {step:,}")
+
+    def _show_best(self) -> None:
+        """Go back to the version that tested best, the last one included."""
+        self._test(f"step {self.position.step:,}")
+        self._end_commit()
+        version = self.position.best_version
+        if self.position.tests_since and version in self.run.local.versions:
+            self.run.store.rollback(version)
+            self.position = replace(restore_run(self.run), best_version=0, ended=self._config.train.epochs)
+            self.progress.say(f"version {version} tested best, at step {self.position.step:,}")
+
     def _train_epoch(self, stop: StopRequest) -> None:
-        every = self._config.train.commit_every
+        section, every = self._config.train, self._config.train.commit_every
         stop_row = self._config.data.train_rows or None
-        with contextlib.closing(self._batches(self._reader, self.position.row, stop_row)) as batches:
+        reader = reader_of_epoch(self._config, self._reader, self.position.epoch)
+        with contextlib.closing(self._batches(reader, self.position.row, stop_row)) as batches:
             for batch in batches:
                 set_rates(self.run, self._config.optimizer, self.position.step)
+                if self._config.model.class_:  # which may draw: what, the step and the rank decide
+                    torch.manual_seed((section.seed << 44 ^ self.position.step << 12 ^ self.run.processes.rank) % 2**63)
                 loss, self._stopped = train_step(self.run, batch, lambda: stop.requested)
                 if not self.history.samples:
                     self.start_bytes = own_bytes()
                 self.history.step(batch.total_rows, loss)
-                step, epoch, row = self.position.step + 1, self.position.epoch, self.position.row + batch.total_rows
-                self.position = Position(step, epoch, row)
+                step, row = self.position.step + 1, self.position.row + batch.total_rows
+                self.position = replace(self.position, step=step, row=row)
                 self.progress.step(batch.total_rows)
+                self._report("step", self.position, loss=loss)
                 if self._stopped:
                     return
-                if every and step % every == 0:
+                seconds, tests_every = 60 * section.test_every_minutes, section.test_every_steps
+                is_due = seconds and time.monotonic() - self._tested_at >= seconds
+                if is_due or (tests_every and step % tests_every == 0):
+                    self._test(f"step {step:,}")
+                    if self.is_whole:
+                        return
+                elif every and step % every == 0:
                     self._end_commit()
                     self._begin_commit()
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
         if not self.position.row:
             raise DataError(f"{self._reader.path} has no rows to train on")
-        self.position = Position(self.position.step, self.position.epoch + 1, 0)
-        if self._config.train.test_each_epoch and self._config.data.has_test:
-            self._end_commit()
+        self.progress.expect(self.position.row * section.epochs)
+        self.position = replace(self.position, epoch=self.position.epoch + 1, row=0)
+        if section.test_each_epoch:
+            self._test(f"epoch {self.position.epoch:,}")
+
+    def _test(self, when: str) -> None:
+        """Test unless that was done, and commit before it and with what came out, which may end the run."""
+        section = self._config.train
+        if not self._config.data.has_test or self.position.tested == self.position.step:
+            return
+        self._end_commit()
+        if self.position != self._commit[0]:
             self._begin_commit()  # before what the test data may be
-            self._end_commit()
-            found = self.evaluate()
-            self.progress.say(
-                f"epoch {self.position.epoch:,}: tested {found.rows:,} rows, AUC {found.auc:.4f}, "
-                f"log loss {found.log_loss:.4f}"
-            )
-            self.run.model.train()
+        rows, auc, loss, _ = self.evaluate()
+        if section.best_by == "auc" and math.isnan(auc):
+            raise DataError("test labels are all alike, so there is no AUC: test others, or train by log_loss")
+        self._tested_at = time.monotonic()
+        self.run.model.train()
+        self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
+        self.position = self.position.after(loss if section.best_by == "log_loss" else -auc)
+        if section.patience and self.position.tests_since >= section.patience:
+            self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
+            self.position = replace(self.position, ended=section.epochs)
+        self._end_commit()
+        self._begin_commit()
 
     def _begin_commit(self) -> None:
+        for call in self.listeners:
+            if isinstance(call, Thinned):
+                call.flush()
+        best, local, keep = self.position.best_version, self.run.local, self._config.store.keep
+        if self._config.train.keep_best:  # that one stays, besides the last ones
+            local.dropped, local.keep = self.position.dropped(local.versions, keep), keep + (best in local.versions)
         self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
+        if self.position.best is not None:
+            self.position = replace(self.position, best_version=best or self._pending.version)
         self._commit = (self.position, self.history.loss)
 
-    def _end_commit(self) -> None:
+    def _end_commit(self, *, is_said: bool = True) -> None:
         """Wait for the commit in flight, and report it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            position, loss = self._commit
-            self.progress.say(f"step {position.step:,}: committed version {pending.result()}, loss {loss:.4f}")
+            (position, loss), version = self._commit, pending.result()
+            if is_said:
+                of_loss = "" if loss is None else f", loss {loss:.4f}"
+                self.progress.say(f"step {position.step:,}: committed version {version}{of_loss}")
+            self._report("commit", position, version=version)
+
+    def _report(self, event: Literal["step", "test", "commit"], position: Position, **figures: Any) -> None:
+        record = Record(event, position.step, position.epoch, self.history.samples, figures)
+        for call in self.listeners:
+            call(record)
 
     def _batches(self, reader: Reader, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
         train, processes = self._config.train, self.run.processes
@@ -298,7 +371,7 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, of all processes; the result is kept until the next step."""
+        """Evaluate on the test rows, of all processes, and report it; the result is kept until the next step."""
         if self._tested is not None and self._tested[0] == self.position.step:
             return self._tested[1]
         data, predictions = self._config.data, Predictions()
@@ -308,8 +381,12 @@ class _Training:
         with contextlib.closing(batches):
             for batch in batches:
                 predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
-        found = Predictions.merged(self.run.processes.gather(predictions)).evaluate()
+        every = Predictions.merged(self.run.processes.gather(predictions))
+        found = every.evaluate(data.labels, data.label_weights)
         self._tested = self.position.step, found
+        if self.position.tested != self.position.step:  # else it was reported
+            each = {f"{key}/{own.name}": getattr(own, key) for own in found.labels for key in ("auc", "log_loss")}
+            self._report("test", self.position, auc=found.auc, log_loss=found.log_loss, **each)
         return found
 
 
@@ -361,11 +438,14 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     if isinstance(run.optimizer, HessianFree):
         loss = _hessian_free_step(run, run.optimizer, batch, share)
         return run.processes.average([], loss, wants_stop())
-    loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
+    loss = _loss(run, run.model(batch.dense, batch.sparse), batch) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    dense, own = run.model.dense_parameters(), own_tensors(run.model)
-    gradients = [each.grad for name, each in dense.items() if name not in own and each.grad is not None]
+    dense, own = dense_parameters(run.model), own_tensors(run.model)
+    shared = [each for name, each in dense.items() if name not in own and each.requires_grad]
+    for each in shared if run.processes.size > 1 else ():
+        each.grad = torch.zeros_like(each) if each.grad is None else each.grad  # another rank may have one
+    gradients = [each.grad for each in shared if each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
     if run.clip_norm:
         norm = get_total_norm(gradients)
@@ -384,7 +464,7 @@ def _hessian_free_step(run: Run, optimizer: HessianFree, batch: Batch, share: fl
 
     def evaluated(pooled: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         logits = run.model.dense_part(batch.dense[rows], pooled[rows])
-        return _mean_loss(logits, batch.labels[rows]) * share, logits
+        return _loss(run, logits, batch, rows) * share, logits
 
     loss: Tensor = optimizer.step(lambda: evaluated(pooled, slice(None)), lambda: evaluated(pooled.detach(), part))
     return loss
@@ -395,14 +475,14 @@ def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
     if section.warmup_steps or section.decay != "none":
         share = section.rate_at(step)
         for table in run.embeddings.tables:
-            table.learning_rate = section.sparse_lr * share
+            table.learning_rate = table.config.optimizer.lr * share
         for group in run.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """A mean of nothing would be NaN; but backward, in which all processes take part, needs a loss."""
-    return binary_cross_entropy_with_logits(logits, labels) if len(labels) else logits.sum()
+def _loss(run: Run, logits: Tensor, batch: Batch, rows: slice = slice(None)) -> Tensor:
+    weights = None if batch.weights is None else batch.weights[rows]
+    return training_loss(logits, batch.labels[rows], weights, run.label_weights)
 
 
 def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) -> Generator[Batch, None, None]:
@@ -416,6 +496,7 @@ def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) ->
                 batch,
                 dense=batch.dense.to(device, non_blocking=True),
                 labels=batch.labels.to(device, non_blocking=True),
+                weights=None if batch.weights is None else batch.weights.to(device, non_blocking=True),
             )
 
 

@@ -62,7 +62,7 @@ def test_times_that_do_not_fit_are_named(tmp_path):
         opened(tmp_path / "x.csv")
     with pytest.raises(ValueError, match="'b' has the times of 'c', which is no sparse column"):
         Schema(label="y", dense=(), sparse=("a",), times=(("c", "b"),))
-    with pytest.raises(ValueError, match=r"named more than once as label, dense, sparse or time: \['a'\]"):
+    with pytest.raises(ValueError, match=r"named more than once as label, weight, dense, sparse or time: \['a'\]"):
         Schema(label="y", dense=(), sparse=("a",), times=(("a", "a"),))
 
 

@@ -30,7 +30,8 @@ class Ranking(Model):
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
     BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing. Output: probabilities FP32 [B]. Layers that the commit has in fewer bits are computed in them.
+    missing. Output: probabilities FP32 [B], or [B, L] of several ``labels``, in that order. Layers that the commit has
+    in fewer bits are computed in them.
     DamagedError: the commit has no weights for the model. ValueError: it has no layers for ``dense``.
     """
 
@@ -48,14 +49,16 @@ class Ranking(Model):
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
         self._features = Features("ranking", limits, dropped)
         self._refuses = dropped is None or self._rule.are_ids
+        parameters = {"dense": data.dense_columns, "features": data.sparse_columns}
+        parameters |= {"labels": data.labels} if len(data.labels) > 1 else {}
         self.metadata = ModelMetadata(
             name="ranking",
             inputs=(
                 TensorSpec("dense", "FP32", (-1, len(data.dense_columns))),
                 *feature_inputs(len(self._features.names)),
             ),
-            outputs=(TensorSpec("probabilities", "FP32", (-1,)),),
-            parameters={"dense": ",".join(data.dense_columns), "features": ",".join(data.sparse_columns)},
+            outputs=(TensorSpec("probabilities", "FP32", (-1, len(data.labels)) if len(data.labels) > 1 else (-1,)),),
+            parameters={name: ",".join(columns) for name, columns in parameters.items()},
         )
         self.require(tensors)
         self.load(tensors)

@@ -1,5 +1,6 @@
 """Parquet, and what its reader shares with that of CSV: files whose rows pyarrow streams, in memory of one size."""
 
+import copy
 import logging
 import os
 import sys
@@ -58,7 +59,7 @@ class ArrowReader(Reader):
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
         self.schema = schema
-        self._columns = [schema.label, *schema.dense, *schema.sparse, *schema.time_columns]
+        self._columns = schema.columns
         self._paths = files_of(self.path, self.endings) if self.path.is_dir() else [self.path]
         if not self._paths:
             raise DataError(f"{self.path} holds no *{' or *'.join(self.endings)} file")
@@ -83,6 +84,12 @@ class ArrowReader(Reader):
             raise DataError(message)
         if twice := [name for name in wanted if columns[name] > 1]:
             raise DataError(f"{path} has more than one column of the name {excerpt_names(twice)}")
+
+    def reordered(self, order: Sequence[int]) -> "ArrowReader":
+        """One that reads the files in this order, of their numbers; its ``files`` stay."""
+        made = copy.copy(self)
+        made._paths, made._lengths = [self._paths[file] for file in order], [self._lengths[file] for file in order]
+        return made
 
     @property
     def num_rows(self) -> int | None:
@@ -177,7 +184,10 @@ class _Record:
                 offsets = offsets_of(is_there) if places is None else offsets_of(is_there)[places - places[0]]
             bags.append((values, offsets))
             times += [(self._times(each, places, is_there), offsets) for each in schema.times if each[0] == name]
-        return RawRows.of_bags(self._labels(schema.label), dense, bags, times)
+        each = [self._labels(name) for name in schema.labels]
+        labels = each[0] if len(each) == 1 else np.stack(each, axis=1)
+        weights = self._weights(schema.weight) if schema.weight else None
+        return RawRows.of_bags(labels, dense, bags, times)._replace(weights=weights)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
@@ -200,6 +210,11 @@ class _Record:
             labels = self._numbers(name, column)
         self._check(name, are_labels(labels), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
+
+    def _weights(self, name: str) -> Floats:
+        weights = self._numbers(name, self._column(name))
+        self._check(name, fits_float32(weights) & (weights >= 0), "a weight, a finite number of 0 or more")
+        return np.array(weights, np.float32)
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:
         """[n], NaN where null."""

@@ -29,22 +29,34 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
-    names; and what values of categorical ones become. ``longest``: how many of a list are kept, the last ones; 0: all.
+    """Which columns a row has: a label or several, C dense ones, which may be none, F categorical ones, the model's
+    feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become.
+    ``longest``: how many of a list are kept, the last ones; 0: all.
     ``times``: pairs of a categorical column and one that has a time for each of its values."""
 
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     rule: CategoryRule = FROM_ZERO
+    weight: str = ""
     longest: int = 0
     times: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels."""
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all."""
+        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.sparse, *self.time_columns]
+
     def __post_init__(self) -> None:
-        names = [self.label, *self.dense, *self.sparse, *self.time_columns]
+        names = self.columns
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(
-                f"columns named more than once as label, dense, sparse or time: {sorted(twice)}; name each once"
+                f"columns named more than once as label, weight, dense, sparse or time: {sorted(twice)}; name each once"
             )
         for column, time in self.times:
             if column not in self.sparse:
@@ -68,41 +80,48 @@ class RawRows(NamedTuple):
     """Rows as a file holds them. The arrays are the caller's to keep, and but for categories to change."""
 
     labels: Floats
-    """[n]: 0 or 1, or else -1 or 1."""
+    """[n], or [n, L] of several: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
     categories: Categories  # of F columns
     times: Categories | None = None  # of ``Schema.time_columns``, in bags as those of their categorical columns
+    weights: Floats | None = None
+    """[n], 0 or more."""
 
     @classmethod
     def of_bags(cls, labels: Floats, dense: Floats, bags: Sequence[Any], times: Sequence[Any]) -> "RawRows":
         """From values and offsets of each column, as ``Categories.of_columns`` takes them."""
         both = [list(zip(*each, strict=True)) for each in (bags, times) if each]
-        return cls(labels, dense, *(Categories.of_columns(values, offsets, len(labels)) for values, offsets in both))
+        made: list[Any] = [Categories.of_columns(values, offsets, len(labels)) for values, offsets in both]
+        return cls(labels, dense, *made)
 
     @classmethod
     def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
         """The rows of each part, copied unless there is one part."""
         if len(parts) == 1:
             return parts[0]
-        labels, dense, categories, times = zip(*parts, strict=True)
+        labels, dense, categories, times, weights = zip(*parts, strict=True)
         beside = None if times[0] is None else Categories.joined(times)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), beside)
+        joined = None if weights[0] is None else np.concatenate(weights)
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), beside, joined)
 
-    def part(self, begin: int, end: int) -> "RawRows":
-        """Rows ``[begin, end)``, views."""
-        times = None if self.times is None else self.times.part(begin, end)
-        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end), times)
+    def take(self, rows: Int64s) -> "RawRows":
+        """These rows, in this order, copied."""
+        times = None if self.times is None else self.times.take(rows)
+        weights = None if self.weights is None else self.weights[rows]
+        return RawRows(self.labels[rows], self.dense[rows], self.categories.take(rows), times, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B rows as a model takes them: dense float32 [B, C], the ids of F features, labels float32 [B]."""
+    """B rows as a model takes them: dense float32 [B, C], the ids of F features, labels float32 [B], or [B, L] of
+    several, weights float32 [B] in the loss, or None."""
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
     total_rows: int  # of the batch that this is a part of; B if it is whole
+    weights: Tensor | None = None
     times: KeyedJaggedTensor | None = None  # int64, by their columns; one for each id of the categorical column
 
     def __len__(self) -> int:
@@ -175,7 +194,7 @@ class Reader(ABC):
                         f"{self.place(row)} or after it: labels are 0 in some rows and -1 in others; write one for both"
                     )
                 first = total * part // parts
-                rows = whole if parts == 1 else whole.part(first, total * (part + 1) // parts)
+                rows = whole if parts == 1 else whole.take(np.arange(first, total * (part + 1) // parts))
                 try:
                     values, offsets = map(torch.from_numpy, hasher(rows.categories.last(self.schema.longest)))
                 except OutsideTableError as error:
@@ -186,6 +205,7 @@ class Reader(ABC):
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
                     labels=torch.from_numpy(np.maximum(rows.labels, np.float32(0))),
                     total_rows=total,
+                    weights=None if rows.weights is None else torch.from_numpy(rows.weights),
                     times=None if rows.times is None else self._jagged(rows.times.last(self.schema.longest)),
                 )
                 row += total
