@@ -1,5 +1,6 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -64,12 +65,18 @@ def dense_state(model: nn.Module) -> Mapping[str, Tensor]:
     return model.dense_parameters() if isinstance(model, DLRM) else dict(model.state_dict())
 
 
+def look_here() -> None:
+    """Find modules of the current folder too, after all others; so do children (``child_options``)."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+
+
 def loaded(name: str, key: str) -> Any:
     """The class or function of a key's "package.module:name", looked for in the current folder, too. ConfigError: it is
     not there, or cannot be called."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    look_here()
     try:
         found = attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:

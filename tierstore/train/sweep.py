@@ -31,7 +31,7 @@ from ..system.files import make_directory, write_text
 from ..system.processes import child_options
 from ..system.signals import handlers_restored
 from ..system.terminal import columns_of
-from .build import build_model, open_data
+from .build import build_model, look_here, open_data
 from .checkpoint import load_model, saved_config
 from .config import RunConfig, load, parse_override
 from .metrics import training_loss
@@ -179,12 +179,11 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
         arguments += ["--ddr", f"{float(share[1]) / jobs}%"]
     own = str(max(1, (os.cpu_count() or 1) // jobs))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", own)} if jobs > 1 else {}
-    options = child_options(**threads)
-    options["env"]["PYTHONPATH"] += os.pathsep + os.getcwd()  # where a model's class may be
+    look_here()  # a model's class may be there
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _TRAIN.format(os.getpid()), *arguments],
-            stdout=log, stderr=log, start_new_session=True, **options,
+            stdout=log, stderr=log, start_new_session=True, **child_options(**threads),
         )  # fmt: skip
 
 
