@@ -93,19 +93,16 @@ class Groups:
     def _cuts(self, first: int, count: int) -> list[tuple[int, int]]:
         """(table, row in it), ascending: where so many rows from ``first`` on begin and end, and what divides them into
         ranges of about as many positions, each worth a thread."""
-        ends, firsts = [], self._firsts.tolist()
+        ends, bounds, firsts = [], [], self._firsts.tolist()
         for number in (first, first + count):
             table = bisect.bisect_right(firsts, number) - 1
-            ends.append((table, number - firsts[table]))
-        low, high = (self._position_of(*end) for end in ends)
+            row, start = number - firsts[table], self._pairs[table][0]
+            ends.append((table, row))
+            bounds.append(start + self._starts.item(start + 2 * table + row))
+        low, high = bounds
         parts = self._workers.parts(high - low)
         between = [self._row_of(low + (high - low) * part // parts) for part in range(1, parts)]
         return [ends[0], *between, ends[1]]
-
-    def _position_of(self, table: int, row: int) -> int:
-        """The first in a row."""
-        start, _ = self._pairs[table]
-        return start + self._starts.item(start + 2 * table + row)
 
     def _row_of(self, position: int) -> tuple[int, int]:
         """The first (table, row in it) from the position on."""
