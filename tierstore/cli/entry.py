@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
@@ -19,7 +19,7 @@ from ..system import __version__
 from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
-from ..system.terminal import Command, arg, byte_bar, command, group, show_help
+from ..system.terminal import Command, KeyFlags, arg, byte_bar, command, group, key_arguments, show_help
 from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _depth(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], Any, str]]] = {
+_TRAIN_FLAGS: Final[KeyFlags] = {
     "--data": ("data.path", str, "PATH", "file or folder to train on"),
     "--store": ("store.path", str, "DIR", "folder of the store"),
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
@@ -52,7 +52,6 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], Any, str]]] = 
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
     "--metrics": ("train.metrics", str, "FILE.jsonl", "write losses, tests and commits as JSON lines"),
 }
-"""Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
 
 _PULL: Final = "servers pull: leave it out, and start them with tierstore serve --from URL"
@@ -307,16 +306,7 @@ _COMMANDS: Final = {
         _train,
         (
             arg("run_file", metavar="FILE.toml", nargs="?", help="the run file"),
-            *(
-                arg(
-                    flag,
-                    dest=key,
-                    type=kind,
-                    help=f"{text} ({key})",
-                    **{"metavar" if type(what) is str else "choices": what},
-                )
-                for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
-            ),
+            *key_arguments(_TRAIN_FLAGS),
             arg("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key"),
             arg("--resume", help="continue from the last commit of the store, if any"),
             arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),

@@ -3,11 +3,11 @@ law, described. What a command needs is imported when it is asked for something.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.terminal import Command, arg, command, progress_bar
+from ..system.terminal import Command, KeyFlags, arg, command, key_arguments, progress_bar
 from .commands import require_outputs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def milliseconds(text: str) -> float:
     return float(text.removesuffix("ms"))
 
 
-_FLAGS: Final[Mapping[str, tuple[str, Callable[[str], object], str, str]]] = {
+_FLAGS: Final[KeyFlags] = {
     "--bytes": ("workload.bytes", str, "SIZE", "all rows as float32, as 300GB"),
     "--rows": ("workload.rows", int, "N", "all rows, in place of --bytes"),
     "--dim": ("workload.embedding_dim", int, "N", "columns of them"),
@@ -29,7 +29,6 @@ _FLAGS: Final[Mapping[str, tuple[str, Callable[[str], object], str, str]]] = {
     "--p99": ("target.p99_ms", milliseconds, "TIME", "within which 99 of 100 queries are to be answered, as 20ms"),
     "--samples": ("target.samples_per_s", float, "N", "samples a second to be trained"),
 }
-"""Flags that stand for one key of the plan file: key, type, metavar, help."""
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -39,9 +38,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.keys:
         print(to_toml(PlanFile(), with_help=True), end="")
         return 0
-    given = {flag: getattr(options, flag.removeprefix("--")) for flag in _FLAGS}
-    keys = {flag: _FLAGS[flag][0].split(".") for flag, value in given.items() if value is not None}
-    flags = [Override(section, key, given[flag], flag) for flag, (section, key) in keys.items()]
+    given = [(flag, *key.split("."), getattr(options, key)) for flag, (key, *_) in _FLAGS.items()]
+    flags = [Override(section, key, value, flag) for flag, section, key, value in given if value is not None]
     asked = load(options.plan_file, [*flags, *map(parse_override, options.set)])
     read = [options.plan_file or "", asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
     require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
@@ -160,10 +158,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         (
             arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
-            *(
-                arg(flag, type=kind, metavar=metavar, help=f"{text} ({key})")
-                for flag, (key, kind, metavar, text) in _FLAGS.items()
-            ),
+            *key_arguments(_FLAGS),
             arg("--details", help="also print what the answer is made of, as --html and --json have it"),
             arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             arg("--json", metavar="OUT.json", help="write all figures of the answer"),

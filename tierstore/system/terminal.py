@@ -35,6 +35,16 @@ def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> A
     return names, settings | ({"action": "store_true"} if is_flag else {}), group
 
 
+KeyFlags = Mapping[str, tuple[str, Callable[[str], object], Any, str]]
+"""Flags that stand for one key of a settings file: key, type, metavar or choices, help."""
+
+
+def key_arguments(flags: KeyFlags) -> Iterator[Argument]:
+    for flag, (key, kind, what, text) in flags.items():
+        shown = {"metavar" if type(what) is str else "choices": what}
+        yield arg(flag, dest=key, type=kind, help=f"{text} ({key})", **shown)
+
+
 def command(
     run: Callable[[argparse.Namespace], int], arguments: Sequence[Argument], text: str, *description: str
 ) -> Command:
