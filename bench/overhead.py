@@ -402,8 +402,9 @@ def _measure_whole(request: Run, _: Figures) -> Figures:
             for name in names:
                 rule = tierstore.optim.Adagrad(lr=lr)
                 shape = {"num_embeddings": rows, "embedding_dim": dim, "optimizer": rule}
-                table = store.create_table(tierstore.TableConfig(name=name, **shape))
-                table.write(torch.arange(rows), torch.randn(rows, dim) / 30)
+                store.create_table(tierstore.TableConfig(name=name, **shape))
+            for name in names:  # once all are there: another table takes rows out of memory
+                store[name].write(torch.arange(rows), torch.randn(rows, dim) / 30)
             bag = _OneBag(len(names), rows, dim)
             optimizer = torch.optim.Adagrad(bag.parameters(), lr=lr)
             steps: Actions = {
