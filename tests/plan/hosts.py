@@ -102,6 +102,7 @@ def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Dema
         lookups=workload.lookups,
         unique=unique,
         curve=curve,
+        rows_of=lambda parts: min(unique, workload.lookups / parts),
     )
     return Demand(batch_samples=workload.batch_samples, policy="lru", pools=(pool,))
 

@@ -324,7 +324,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(tmp_path: Path, capsy
     assert f"{path}: {len(accesses.keys):,} distinct rows of batches of 2 tables\n" in said
     assert all(f"{each.hit_rate(int(each.sizes[-1])):.4f}" in said for each in made.values())
     for words, reason in (
-        (["--policy", "lru,belady"], r"policy='belady': there are lru, lfu"),
+        (["--policy", "lru,belady"], r"policy='belady' is not one of auto, lru, lfu"),
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -105,13 +105,13 @@ def _hosts(options: argparse.Namespace) -> int:
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from ..plan.workload import PRESETS, describe_workload, preset, workload_toml
+    from ..plan.workload import describe_workload, load_workload, presets, workload_toml
 
     if options.name is not None:
-        print(workload_toml(preset(options.name)), end="")
+        print(workload_toml(load_workload(options.name)), end="")
         return 0
-    for workload in PRESETS.values():
-        print(describe_workload(workload))
+    for name in presets():
+        print(describe_workload(load_workload(name)))
     return 0
 
 
