@@ -83,6 +83,8 @@ def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(aske
     assert found.bottleneck == "lookups"
     assert found.step_s > 4.0, "seconds of a group, of those costs"
     assert found.price == predicted(asked("setup.ddr=4MiB")).price, "one host"
+    with pytest.raises(ValueError, match=r"setup\.rank_costs = 'a': .* No such file .*; or leave setup"):
+        plan(asked("setup.ddr=4MiB", "setup.rank_costs=a"))
     with pytest.raises(ValueError, match="rank_costs are of 2 ranks, 2 on a host, and hosts is 3"):
         plan(asked("setup.ddr=4MiB", ranks, "setup.hosts=3"))
 
@@ -113,6 +115,7 @@ def test_gpus_are_for_training_on_one_host(asked: Asked, folder: Path) -> None:
         (("workload.optimizer=none",), "tierstore serve has rows in DDR and computes on cores"),
         (("setup.hosts=2",), "tables over 2 hosts or ranks are in DDR, as they are not sharded over GPUs"),
         ((f"host.file={folder}/worn.json",), "a store uses one GPU, host 'box' has 0: give a host file with one"),
+        ((f"host.file={folder}/worn.json", "setup.hbm=50%"), "a store uses one GPU, host 'box' has 0"),
     ):
         with pytest.raises(ValueError, match=why):
             plan(asked(host, "setup.ddr=1GiB", "setup.hbm=1GiB", *keys))

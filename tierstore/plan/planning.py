@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from .search import Attempt, SearchSpace, Target, lacks, search
 from .traces import Accesses, read_accesses
 from .workload import OF_RUNS, Assumption, Workload, WorkloadSection, assumptions, workload_of
 
+_T = TypeVar("_T")
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
 _FULL: Final = 0.9  # of a memory: more, and the system has little left
 _LONG_TRACE: Final = 20  # batches: with fewer, most of what a trace has are first uses
@@ -140,7 +141,7 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     from ..dist.placement import RankCosts
 
     section, memory = asked.setup, int(host.ddr.capacity_bytes)
-    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
+    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=memory))  # of no GPU any is an error
 
     def size(key: str, of_bytes: int) -> int:
         given = getattr(section, key) or 0
@@ -154,7 +155,7 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         page_cache_bytes=size("page_cache", memory),
         policy=section.policy,
         threads=section.threads or default_threads(host, section.workers, is_training=workload.is_training),
-        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
+        rank_costs=_read("setup.rank_costs", section.rank_costs, RankCosts.load),
         hosts=max(1, section.hosts),
         **{each.name: getattr(section, each.name) for each in fields(Choices)},
     )
@@ -206,7 +207,7 @@ def plan(asked: PlanFile, *, progress: Callable[[int, int], None] | None = None)
     workload = workload_of(asked.workload, is_training=target.samples_per_s > 0)
     target.check(workload)
     hosts = hosts_of(asked, is_training=workload.is_training)
-    accesses = _accesses(asked.trace.path)
+    accesses = _read("trace.path", asked.trace.path, read_accesses)
     if accesses is None:
         demand = Demand.analytic(workload, asked.setup.policy)
     else:  # it says what tables were assumed to do
@@ -225,11 +226,12 @@ def plan(asked: PlanFile, *, progress: Callable[[int, int], None] | None = None)
     return result if result.prediction is None else _shown(result, result.prediction, demand)
 
 
-def _accesses(path: str) -> Accesses | None:
+def _read(key: str, path: str, read: Callable[[str], _T]) -> _T | None:
+    """What is in a file, if one is named. ConfigError names the key."""
     try:
-        return read_accesses(path) if path else None
+        return read(path) if path else None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"trace.path = {excerpt(path)}: {error}; or leave trace.path out") from None
+        raise ConfigError(f"{key} = {excerpt(path)}: {error}; or leave {key} out") from None
 
 
 def _attempts(

@@ -215,8 +215,10 @@ class _Finder(NamedTuple):
             tried.append(self._try(self._of_hosts(setup, count)))
             return not (tried[-1].reason and tried[-1].is_rate)
 
-        if not is_enough(counts[0]):
-            _ = any(map(is_enough, counts[1:])) if is_training else bisect_left(counts, True, lo=1, key=is_enough)
+        if is_training:
+            any(map(is_enough, counts))  # one after another, until one is
+        elif not is_enough(counts[0]):
+            bisect_left(counts, True, lo=1, key=is_enough)
         return min(tried, key=lambda each: (each.shortfall, each.setup.hosts))
 
     def _try(self, setup: Setup) -> Attempt:
@@ -283,7 +285,8 @@ def _order(each: Attempt) -> tuple[float, ...]:
     if found is None:
         return each.shortfall, -count * host.ddr.capacity_bytes
     parts = (count, host.ddr.capacity_bytes, len(host.storage), len(host.accelerators))
-    return each.shortfall, found.price.usd_a_month, found.price.usd, *parts, -found.samples_per_s
+    slowness = -found.samples_per_s if found.latency is None else found.latency.p99_s
+    return each.shortfall, found.price.usd_a_month, found.price.usd, *parts, slowness
 
 
 def _doublings(most: int) -> list[int]:
