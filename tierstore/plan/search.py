@@ -1,7 +1,7 @@
 """The cheapest setup of a bounded grid that meets a target."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -177,39 +177,28 @@ class _Finder(NamedTuple):
         return replace(found, ddr_bytes=max(0.0, found.ddr_bytes - taken))
 
     def nearest(self, grid: Sequence[Setup]) -> Attempt:
-        """The cheapest that meets the target; or what is nearest to it. Setups that cannot be cheaper than one that
-        meets it are left out."""
-        bounds = sorted(((self._fewest(setup), setup) for setup in grid), key=lambda pair: self._usd(pair[1], pair[0]))
-        best = self.best_count(bounds[0][1], bounds[0][0])
-        for fewest, setup in bounds[1:]:
-            most = math.inf if best.reason else self._usd(best.setup, best.setup.hosts)
-            if self._usd(setup, fewest) > most:
+        """The cheapest that meets the target; or what is nearest to it. Setups whose fewest hosts are dearer than one
+        that meets it are left out."""
+        setups = sorted(grid, key=self._usd)
+        best = self.best_count(setups[0], math.inf)
+        for setup in setups[1:]:
+            most_usd = math.inf if best.reason else best.setup.hosts * self._usd(best.setup)
+            if min(self.space.hosts, default=1) * self._usd(setup) > most_usd:
                 break
-            best = min(best, self.best_count(setup, fewest, most_usd=most), key=_order)
+            best = min(best, self.best_count(setup, most_usd), key=_order)
         return best
 
-    def _usd(self, setup: Setup, count: float) -> float:
-        """A month."""
-        return count * price_of(setup.host, 1, self.pricing).usd_a_month
+    def _usd(self, setup: Setup) -> float:
+        """Of one host, a month."""
+        return price_of(setup.host, 1, self.pricing).usd_a_month
 
-    def _fewest(self, setup: Setup) -> int:
-        """Hosts below which it cannot be: of serving by the rate alone, however long queries may wait."""
-        least = self.space.hosts[0] if self.space.hosts else 1
-        if setup.workload.is_training:
-            return least
-        try:
-            one = predict(self._of_hosts(setup, 1), self.demand)
-        except ValueError:
-            return least  # nor with more
-        return max(least, math.ceil(min(_MOST_SERVERS, self.target.queries_per_s / one.rate_max)))
-
-    def best_count(self, setup: Setup, fewest: int, *, most_usd: float = math.inf) -> Attempt:
+    def best_count(self, setup: Setup, most_usd: float) -> Attempt:
         """With the fewest hosts that meet the target; or what is nearest, of those of such a price. Of serving by
         bisection: more hosts are never slower."""
-        usd, is_training, tried = self._usd(setup, 1), setup.workload.is_training, list[Attempt]()
+        is_training, tried = setup.workload.is_training, list[Attempt]()
         counts: Sequence[int] = self.space.hosts or (_HOSTS if is_training else range(1, _MOST_SERVERS + 1))
-        counts = [1] if setup.hbm_bytes else [count for count in counts if count >= fewest] or counts[-1:]
-        counts = [count for count in counts if count * usd <= most_usd] or counts[:1]
+        counts = [1] if setup.hbm_bytes else counts
+        counts = counts[: max(1, bisect_right(counts, most_usd, key=lambda count: count * self._usd(setup)))]
 
         def is_enough(count: int) -> bool:
             tried.append(self._try(self._of_hosts(setup, count)))
