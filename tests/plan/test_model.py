@@ -26,7 +26,16 @@ from tierstore.plan.host import (
     wear_of,
 )
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import Queue, latencies, latency_at, marginal_values, misfit, predict, processes_bytes
+from tierstore.plan.model import (
+    Queue,
+    at_rate,
+    latencies,
+    latency_at,
+    marginal_values,
+    misfit,
+    predict,
+    processes_bytes,
+)
 from tierstore.plan.search import SearchResult, SearchSpace, Target, search
 
 TRAINED = make_workload(rows=300_000, tables=2)
@@ -35,8 +44,8 @@ IDLE = replace(SERVED, dense_flops=0, tables=tuple(replace(each, pooling_factor=
 DEMANDS = {workload: Demand.analytic(workload) for workload in (TRAINED, SERVED, IDLE)}
 
 
-def plan(setup: Setup, **options: Any) -> Prediction:
-    return predict(setup, DEMANDS[setup.workload], **options)
+def plan(setup: Setup) -> Prediction:
+    return predict(setup, DEMANDS[setup.workload])
 
 
 def seconds(found: Prediction) -> dict[str, float]:
@@ -45,7 +54,7 @@ def seconds(found: Prediction) -> dict[str, float]:
 
 def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     """Each worker has a queue of its own. Drives work for all of them, but the latency of a read is nobody's work."""
-    found, several = (plan(make_setup(SERVED, workers=workers), queries_per_s=5.0) for workers in (1, 4))
+    found, several = (at_rate(plan(make_setup(SERVED, workers=workers)), 5.0) for workers in (1, 4))
     assert found.step_s == lanes_of(seconds(found), is_ahead=False)[0].seconds
     assert found.queue is not None
     assert several.queue is not None
@@ -304,7 +313,7 @@ def test_queries_within_a_bound_by_as_few_hosts_as_do() -> None:
     found = find(target, LARGE_SERVED, space=space).best
     assert found.setup.hosts > 1
     fewer = replace(found.setup, hosts=found.setup.hosts - 1)
-    less = predict(fewer, LARGE_DEMANDS[LARGE_SERVED], queries_per_s=30_000.0)
+    less = at_rate(predict(fewer, LARGE_DEMANDS[LARGE_SERVED]), 30_000.0)
     assert found.latency is not None
     assert less.latency is not None
     assert found.latency.p99_s <= 0.012 < less.latency.p99_s

@@ -107,20 +107,10 @@ class Prediction:
         return self.samples_per_s / self.setup.workload.batch_samples
 
 
-def predict(
-    setup: Setup,
-    demand: Demand,
-    *,
-    queries_per_s: float | None = None,
-    pricing: Pricing | None = None,
-) -> Prediction:
+def predict(setup: Setup, demand: Demand, *, pricing: Pricing | None = None) -> Prediction:
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
-    ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
-
-    Args:
-        demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
-        queries_per_s: of serving, to all hosts: for the latency.
-    """
+    Layouts are the setup's, so that another dtype needs no other demand. ValueError: the setup does not fit its host,
+    or the demand is not of its policy and tables."""
     if resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     own = demand.laid_out(setup.workload)
@@ -149,7 +139,7 @@ def predict(
         # Queries that wait share what a batch takes whatever its queries.
         seconds["batch"] /= together
         seconds["model"] -= (1 - 1 / together) * starts_s
-    found = Prediction(
+    return Prediction(
         setup=setup,
         step_s=step_s,
         samples_per_s=batches_per_s * samples,
@@ -162,12 +152,11 @@ def predict(
         is_in_memory=all(pool.is_in_memory for pool in pools),
         queue=queue,
     )
-    return found if queries_per_s is None else at_rate(found, queries_per_s)
 
 
 def at_rate(found: Prediction, queries_per_s: float) -> Prediction:
-    """With the latency of so many queries to all hosts; of training itself."""
-    if found.queue is None:
+    """With the latency of so many queries to all hosts; of training, or none of them, itself."""
+    if found.queue is None or not queries_per_s:
         return found
     own = latency_at(found.queue, queries_per_s / found.setup.hosts / found.setup.workers)
     return replace(found, latency=own._replace(queries_per_s=queries_per_s))

@@ -35,7 +35,7 @@ from .host import (
     example_hosts,
     load_host,
 )
-from .model import Marginal, Prediction, marginal_values, predict, why_no_gpu
+from .model import Marginal, Prediction, at_rate, marginal_values, predict, why_no_gpu
 from .search import Attempt, SearchSpace, Target, lacks, search
 from .traces import Accesses, read_accesses
 from .workload import OF_RUNS, Assumption, Workload, WorkloadSection, assumptions, workload_of
@@ -240,13 +240,14 @@ def _attempts(
 ) -> dict[str, Any]:  # fmt: skip
     """Fields of the result: what was predicted or found."""
     if asked.is_fixed:
-        given, rate = setup_of(asked, workload, hosts[0]), asked.target.queries_per_s or None
-        return {"attempts": (Attempt(given, predict(given, demand, queries_per_s=rate, pricing=asked.pricing)),)}
+        given = setup_of(asked, workload, hosts[0])
+        found = at_rate(predict(given, demand, pricing=asked.pricing), asked.target.queries_per_s)
+        return {"attempts": (Attempt(given, found),)}
     space = replace(asked.search, hosts=(asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts)
     look = functools.partial(search, workload, demand, hosts, asked.target, pricing=asked.pricing)
-    found = look(space=space, progress=progress)
+    result = look(space=space, progress=progress)
     in_memory = None if space.in_memory else look(space=replace(space, in_memory=True)).attempts[0]
-    return {"attempts": found.attempts, "missed": found.missed, "in_memory": in_memory}
+    return {"attempts": result.attempts, "missed": result.missed, "in_memory": in_memory}
 
 
 def _shown(result: PlanResult, best: Prediction, demand: Demand) -> PlanResult:
