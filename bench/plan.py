@@ -238,7 +238,7 @@ class _Subject:
             "policy": config["policy"], "prefetch_depth": config["depth"], "threads": config["threads"],
             "rank_costs": rank_costs,
         }  # fmt: skip
-        steady = sum(pool.rows_moved for pool in pool_loads(Setup(**fields).of_a_rank, self._demand.laid_out(shape)))
+        steady = sum(pool.rows_moved for pool in pool_loads(Setup(**fields).of_a_rank, self._demand))
         return predict(Setup(**fields, cleaning=rows_moved / steady if steady else 0.0), self._demand)
 
 

@@ -96,7 +96,7 @@ def test_rows_ids_and_processes_have_to_fit() -> None:
         (SERVED, 3, 600_000 / 225, 0),
         (ids, 1, 600_000 / 225, 600_012),
     ):
-        id_segments, demand = id_rows / (12 * 127), DEMANDS[TRAINED if workload is TRAINED else SERVED]
+        id_segments, demand = id_rows / (12 * 127), Demand.analytic(workload)
         stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
         mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
         process = mapped + PROCESS_BYTES + 4 * 1e5 / 2
@@ -286,7 +286,7 @@ def everything() -> list[Prediction]:
             workload=replace(LARGE, dtype=dtype), host=replace(HOST, ddr=ddr, storage=HOST.storage[:drives]),
             ddr_bytes=rows * size, page_cache_bytes=(0.9 - rows) * size, hosts=hosts, threads=4,
         )  # fmt: skip
-        demand = LARGE_DEMANDS[LARGE].laid_out(setup.workload)
+        demand = LARGE_DEMANDS[LARGE]
         rows_bytes = setup.ddr_bytes - processes_bytes(setup, demand)
         found.append(predict(replace(setup, ddr_bytes=rows_bytes), demand))
     return found

@@ -4,7 +4,7 @@ budget, by the store's own rule (``pools.divide``), and what each tier has of wh
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, ROW_MASK, Row
 from ..pool.leases import HELD_SHARE
 from ..pool.writeback import rows_a_write
 from ..settings.sections import nearest
-from ..store.pools import Division, divide, divide_hbm
+from ..store.pools import Division, PoolSize, divide, divide_hbm
 from ..system.checks import excerpt, require_choice
 from .curves import MissRatioCurve, Popularity, curve, frequency_curve, lru_curve, popularity
 from .host import Setup
@@ -34,6 +34,7 @@ _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 FILE_SHARE: Final = 1.05  # of a file, over the bytes of its segments: the tree above them, and free pages
 ID_LAYOUT: Final = RowLayout(dim=4)  # of rows that keep ids
+_Tables = tuple[TableShape, ...]
 _Counts = tuple[tuple[RowLayout, int], ...]
 
 
@@ -41,9 +42,7 @@ _Counts = tuple[tuple[RowLayout, int], ...]
 class PoolDemand:
     """Of the tables of one row layout, which share a cache."""
 
-    layout: RowLayout
-    tables: tuple[str, ...]
-    num_rows: int
+    tables: tuple[TableShape, ...]
     lookups: float  # ids of a batch, on average
     unique: float  # distinct rows of them
     curve: MissRatioCurve  # of once-a-batch accesses, in rows of this pool
@@ -65,7 +64,7 @@ class Demand:
         require_choice(policy, POLICIES, "policy")
         formula, samples = resolve_policy(policy), workload.batch_samples
 
-        def found(tables: list[TableShape]) -> dict[str, Any]:
+        def found(tables: _Tables) -> dict[str, Any]:
             rows = _popularity(tables, samples)
             return {
                 "lookups": sum(samples * table.pooling_factor for table in tables),
@@ -83,7 +82,7 @@ class Demand:
         ``curves.curve``. ValueError: it has no access, a table that the workload has not, or a row beyond."""
         _check(workload, accesses)
 
-        def found(tables: list[TableShape]) -> dict[str, Any]:
+        def found(tables: _Tables) -> dict[str, Any]:
             names = {table.name for table in tables}
             own = of_tables(accesses, [index for index, name in enumerate(accesses.tables) if name in names])
             distinct, lookups = once_a_batch(own), _lookups_a_batch(own)
@@ -98,42 +97,36 @@ class Demand:
         return cls._of(workload, policy, found)
 
     @classmethod
-    def _of(cls, workload: Workload, policy: str, found: Callable[[list[TableShape]], dict[str, Any]]) -> "Demand":
+    def _of(cls, workload: Workload, policy: str, found: Callable[[_Tables], dict[str, Any]]) -> "Demand":
         """``found``: the other fields of a pool of these tables."""
-        pools = tuple(
-            PoolDemand(layout=layout, tables=names, num_rows=num_rows, **found(tables))
-            for layout, (names, num_rows, tables) in _by_layout(workload).items()
-        )
+        pools = tuple(PoolDemand(tables=tables, **found(tables)) for tables in _by_layout(workload).values())
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
-
-    def laid_out(self, workload: Workload) -> "Demand":
-        """The same, of rows of another type, or with another optimizer's state. ValueError: the tables, their rows or
-        the batch are others than those that it was found of."""
-        if workload.batch_samples != self.batch_samples:
-            raise ValueError(
-                f"the demand is of batches of {self.batch_samples:,} samples, the workload has "
-                f"{workload.batch_samples:,}; find the demand of that workload"
-            )
-        layouts = _by_layout(workload)
-        if [(pool.tables, pool.num_rows) for pool in self.pools] != [each[:2] for each in layouts.values()]:
-            raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
-        pools = tuple(replace(pool, layout=layout) for pool, layout in zip(self.pools, layouts, strict=True))
-        return replace(self, pools=pools)
 
 
 @lru_cache(maxsize=256)
-def _by_layout(workload: Workload) -> dict[RowLayout, tuple[tuple[str, ...], int, list[TableShape]]]:
-    """Names of the tables, their rows, and they."""
+def _by_layout(workload: Workload) -> dict[RowLayout, _Tables]:
     found: dict[RowLayout, list[TableShape]] = {}
     for table in workload.tables:
         found.setdefault(workload.layout(table), []).append(table)
-    return {
-        layout: (tuple(each.name for each in own), sum(each.num_embeddings for each in own), own)
-        for layout, own in found.items()
-    }
+    return {layout: tuple(tables) for layout, tables in found.items()}
 
 
-def _popularity(tables: list[TableShape], samples: float) -> Popularity:
+def pool_rows(setup: Setup, demand: Demand) -> _Counts:
+    """Of each pool: how its rows lie, by the setup's types and optimizer, and how many a host has. ValueError: the
+    demand is of other tables, or batches, than the setup."""
+    workload, layouts = setup.workload, _by_layout(setup.workload)
+    if workload.batch_samples != demand.batch_samples:
+        raise ValueError(
+            f"the demand is of batches of {demand.batch_samples:,} samples, the workload has "
+            f"{workload.batch_samples:,}; find the demand of that workload"
+        )
+    if [pool.tables for pool in demand.pools] != [*layouts.values()]:
+        raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
+    counts = (sum(table.num_embeddings for table in tables) for tables in layouts.values())
+    return tuple((layout, -(-count // setup.parts)) for layout, count in zip(layouts, counts, strict=True))
+
+
+def _popularity(tables: _Tables, samples: float) -> Popularity:
     return popularity([(table.num_embeddings, table.exponent, samples * table.pooling_factor) for table in tables])
 
 
@@ -208,7 +201,7 @@ class PoolLoad(NamedTuple):
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     """Of each pool, on one host; of a serving setup with workers, in one of them. ValueError: a budget cannot hold the
     fewest rows that a store must have in memory; names what is enough."""
-    rows = tuple((pool.layout, math.ceil(pool.num_rows / setup.parts)) for pool in demand.pools)
+    rows = pool_rows(setup, demand)
     try:
         hot = _hbm_sizes(int(setup.hbm_bytes), rows) if setup.hbm_bytes else {}
         staging = sum(size.host_bytes(layout) for layout, size in hot.items())
@@ -223,7 +216,7 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     for pool, (layout, count) in zip(demand.pools, rows, strict=True):
         size, hbm_rows = division.pools[layout], min(hot[layout].cached_rows, count) if hot else 0
         together = rows_a_write(layout, division.transaction_bytes, size.cached_rows)
-        loads.append(_load(setup, pool, count, hbm_rows, size.cached_rows, size.is_full, cached_share, together))
+        loads.append(_load(setup, pool, layout, count, hbm_rows, size, cached_share, together))
     return tuple(loads)
 
 
@@ -244,10 +237,10 @@ def segment_bytes(layout: RowLayout) -> int:
 
 
 def _load(
-    setup: Setup, pool: PoolDemand, num_rows: int, hbm_rows: int, ddr_rows: int, is_full: bool, cached_share: float,
-    transaction_rows: int,
+    setup: Setup, pool: PoolDemand, layout: RowLayout, num_rows: int, hbm_rows: int, size: PoolSize,
+    cached_share: float, transaction_rows: int,
 ) -> PoolLoad:  # fmt: skip
-    layout, hosts, is_training = pool.layout, setup.parts, setup.workload.is_training
+    hosts, is_training, (ddr_rows, _, is_full) = setup.parts, setup.workload.is_training, size
     unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 
     def missed(rows: float) -> float:

@@ -23,7 +23,7 @@ from ..kernels.jit import kernel
 from ..layout import RowLayout
 from ..system.checks import excerpt
 from ..system.sizes import format_size
-from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, segment_bytes
+from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, pool_rows, segment_bytes
 from .host import LIBRARY_BYTES, PARENT_BYTES, PROCESS_BYTES, Price, Pricing, Setup, Wear, price_of, times, wear_of
 from .loads import (
     DRIVES,
@@ -113,11 +113,10 @@ def predict(setup: Setup, demand: Demand, *, pricing: Pricing | None = None) -> 
     or the demand is not of its policy and tables."""
     if resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
-    own = demand.laid_out(setup.workload)
     rank = setup.of_a_rank
-    if reason := misfit(rank, own):
+    if reason := misfit(rank, demand):
         raise ValueError(reason)
-    pools = pool_loads(rank, own)
+    pools = pool_loads(rank, demand)
     # Rows of later batches come in meanwhile only if they can stay pinned until they are used.
     is_training = setup.workload.is_training
     is_ahead = is_training and setup.prefetch_depth > 0 and all(pool.keeps_two for pool in pools)
@@ -194,10 +193,9 @@ def misfit(setup: Setup, demand: Demand) -> str:
 
 def _segments(setup: Setup, demand: Demand) -> list[tuple[RowLayout, int, float]]:
     """Rows that a host has of each layout, and segments of them: in training of two versions, each with its slack."""
-    rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
+    kinds = [*pool_rows(setup, demand), (ID_LAYOUT, -(-setup.workload.id_rows // setup.parts))]
     versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1
-    kinds = [(layout, -(-count // setup.parts)) for layout, count in rows if count]
-    return [(layout, count, versions * count / layout.rows_per_segment) for layout, count in kinds]
+    return [(layout, count, versions * count / layout.rows_per_segment) for layout, count in kinds if count]
 
 
 def processes_bytes(setup: Setup, demand: Demand) -> float:

@@ -253,9 +253,8 @@ def _attempts(
 def _shown(result: PlanResult, best: Prediction, demand: Demand) -> PlanResult:
     """With what supports the prediction."""
     setup, shown = best.setup, []
-    demand = demand.laid_out(setup.workload)
     for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
+        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {load.layout.dim}"
         held = float(setup.parts * (load.hbm_rows + load.ddr_rows))
         shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
     return replace(

@@ -173,8 +173,7 @@ class _Finder(NamedTuple):
     def _of_hosts(self, setup: Setup, count: int) -> Setup:
         """On so many, whose processes take their memory from the rows."""
         found = replace(setup, hosts=count)
-        taken = processes_bytes(found, self.demand.laid_out(found.workload))
-        return replace(found, ddr_bytes=max(0.0, found.ddr_bytes - taken))
+        return replace(found, ddr_bytes=max(0.0, found.ddr_bytes - processes_bytes(found, self.demand)))
 
     def nearest(self, grid: Sequence[Setup]) -> Attempt:
         """The cheapest that meets the target; or what is nearest to it. Setups whose fewest hosts are dearer than one
