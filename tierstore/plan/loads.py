@@ -99,14 +99,13 @@ def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Itera
     lookups_s = 0.0 if in_hbm else nanoseconds * 1e-9 / threads + sharing_s
     yield ResourceLoad("lookups", lookups_s, sum(pool.lookups for pool in pools), "ids")
     flops = workload.dense_flops * workload.batch_samples / setup.parts * steps
-    if in_hbm:
-        moved = sum((pool.lookups + 2 * pool.unique) * pool.layout.row_bytes for pool in pools)
-        yield ResourceLoad("hbm", moved / setup.gpu.hbm.row_bytes_per_s, moved, "bytes")
-        yield ResourceLoad("model", flops / setup.gpu.flops, flops, "flops")
-    else:
-        yield ResourceLoad("hbm", 0.0, 0.0, "bytes")
-        yield ResourceLoad("model", sum(dense_s(setup)), flops, "flops")
-    yield _network(setup, pools)
+    moved = sum((pool.lookups + 2 * pool.unique) * pool.layout.row_bytes for pool in pools) if in_hbm else 0.0
+    yield ResourceLoad("hbm", moved / setup.gpu.hbm.row_bytes_per_s if in_hbm else 0.0, moved, "bytes")
+    yield ResourceLoad("model", flops / setup.gpu.flops if in_hbm else sum(dense_s(setup)), flops, "flops")
+    # Each distinct row of a host's batch once, its gradient back, and the dense weights' in a ring.
+    values, weights = sum(pool.sent_rows * pool.layout.dim * _FLOAT_BYTES for pool in pools), weight_bytes(workload)
+    rounds = 2 * (setup.parts - 1) if weights else 0
+    yield _sent(setup, "network", 2 * (values + weights), _TOGETHER * len(pools) + rounds)
 
 
 def _amounts(setup: Setup, pool: PoolLoad) -> Iterator[dict[str, Any]]:
@@ -152,33 +151,19 @@ def weight_bytes(workload: Workload) -> float:
     return workload.dense_flops / _FLOPS_PER_WEIGHT * _FLOAT_BYTES
 
 
-def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
-    """Of a host that trains among others, while it computes: each distinct row of its batch once, its gradient back,
-    and the dense weights' in a ring."""
-    hosts, weights = setup.parts, weight_bytes(setup.workload)
-    if hosts == 1:
-        return ResourceLoad("network", 0.0, 0.0, "bytes")
-    values = sum(pool.sent_rows * pool.layout.dim * _FLOAT_BYTES for pool in pools)
-    others = (hosts - 1) / hosts
-    sent = others * 2 * (values + weights)
-    return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if weights else 0))
-
-
-def _sent(setup: Setup, name: str, sent_bytes: float, exchanges: int) -> ResourceLoad:
-    network = setup.host.network
-    seconds = sent_bytes / network.bytes_per_s + exchanges * network.latency_us * 1e-6
-    return ResourceLoad(name, seconds, sent_bytes, "bytes")
+def _sent(setup: Setup, name: str, size_bytes: float, exchanges: int) -> ResourceLoad:
+    """Of so many bytes what goes to other hosts, if there are any."""
+    hosts, network = setup.parts, setup.host.network
+    sent = (hosts - 1) / hosts * size_bytes
+    seconds = sent / network.bytes_per_s + exchanges * network.latency_us * 1e-6 if hosts > 1 else 0.0
+    return ResourceLoad(name, seconds, sent, "bytes")
 
 
 def _fetching(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Iterator[ResourceLoad]:
     """What brings rows in. Over hosts ids are sent first. One thread looks ids up in the cache, fetches rows, hands
     them to the tier above, if any; one writes back, as LMDB has one writer."""
-    costs, hosts = setup.host.costs, setup.parts
-    if hosts == 1:
-        yield ResourceLoad("id exchange", 0.0, 0.0, "bytes")
-    else:
-        sent = (hosts - 1) / hosts * sum(ID_BYTES * pool.sent_rows for pool in pools)
-        yield _sent(setup, "id exchange", sent, _TOGETHER * len(pools))
+    costs, sent = setup.host.costs, sum(ID_BYTES * pool.sent_rows for pool in pools)
+    yield _sent(setup, "id exchange", sent, _TOGETHER * len(pools))
     nanoseconds = sum(_admitting_ns(setup, pool) + pool.misses * costs.miss_row_ns(pool.layout) for pool in pools)
     nanoseconds += sum(pool.pages_read * costs.read_ns for pool in pools)
     nanoseconds += 1e3 * AHEAD_BATCHES * costs.batch_us if is_ahead else 0.0
