@@ -111,8 +111,7 @@ def _presets(options: argparse.Namespace) -> int:
     if options.name is not None:
         print(workload_toml(load_workload(options.name)), end="")
         return 0
-    for name in presets():
-        print(describe_workload(load_workload(name)))
+    print(*map(describe_workload, map(load_workload, presets())), sep="\n")
     return 0
 
 
