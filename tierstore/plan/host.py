@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from ..cache.ddr import POLICIES
 from ..layout import RowLayout
-from ..settings.sections import Checked, converted, nearest, option
-from ..system.checks import require_choice
+from ..settings.sections import Checked, converted, nearest, option, read_toml
+from ..system.checks import excerpt, require_choice
 from ..system.files import require_new, write_text
 from ..system.sizes import format_count, format_size
 from .workload import DenseWork, Workload
@@ -224,7 +223,7 @@ def wear_of(host: Host, bytes_per_s: float) -> Wear:
 @functools.cache
 def example_hosts() -> Mapping[str, Host]:
     """The hosts that ship, by name. Their prices are assumptions."""
-    tables = tomllib.loads(Path(__file__).with_name("hosts.toml").read_text(encoding="utf-8"))
+    tables = read_toml(Path(__file__).with_name("hosts.toml"), "file of hosts")
     costs = tables.pop("costs")
     return {name: converted({**own, "name": name, "costs": costs}, Host, name) for name, own in tables.items()}
 
@@ -248,7 +247,7 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     name = os.fspath(source)
     if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".json", ".toml"):
         if name not in example_hosts():
-            raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
+            raise ValueError(f"there is no host named {excerpt(name)}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
     try:
         if Path(name).suffix != ".json":
