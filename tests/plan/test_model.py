@@ -4,6 +4,7 @@ import functools
 import heapq
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -188,11 +189,18 @@ def test_each_is_what_that_much_more_brings() -> None:
     assert max(more.values()) > 0 <= min(more.values())
 
 
-def test_a_worker_more_brings_its_memory() -> None:
-    """The others keep theirs, which may be the least that there can be."""
+def test_a_budget_may_be_the_least_that_there_can_be() -> None:
+    """A worker more brings its memory; more HBM, which takes some of DDR, is left out."""
     least = make_setup(SERVED, ddr_bytes=500 * 1024.0)
     (cores,) = [each for each in marginal_values(least, DEMANDS[SERVED]) if each.resource == "cores"]
     assert cores.samples_per_s > 0
+    training = make_setup(TRAINED, host=make_host(gpus=1), hbm_bytes=16 * MIB, ddr_bytes=64 * 1024.0)
+    with pytest.raises(ValueError, match=r"give at least \d+KiB") as error:
+        plan(training)
+    enough = 1024.0 * int(re.findall(r"(\d+)KiB$", str(error.value))[0])
+    found = {each.resource for each in marginal_values(replace(training, ddr_bytes=enough), DEMANDS[TRAINED])}
+    assert "HBM" not in found
+    assert {"DDR", "HBM bandwidth"} < found
 
 
 PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0)

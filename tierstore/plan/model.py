@@ -6,6 +6,7 @@ order; the worker takes what waits, as far as a batch holds it. Workers share a 
 part of the queries.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -248,8 +249,9 @@ def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     found = []
     for resource, changed in _changes(setup):
         added = changed.host.processor.cores - setup.host.processor.cores
-        more = (predict(changed, demand).samples_per_s - before) / max(1, added)
-        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
+        with contextlib.suppress(ValueError):  # more HBM may leave DDR too little
+            more = (predict(changed, demand).samples_per_s - before) / max(1, added)
+            found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
     return tuple(sorted(found, key=lambda each: -each.samples_per_s))
 
 
