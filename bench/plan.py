@@ -33,7 +33,6 @@ from tierstore.dist.placement.measure import measure_ranks
 from tierstore.models import DLRM
 from tierstore.optim.configs import RULES
 from tierstore.plan import Host, Prediction, Processor, Setup, SoftwareCosts, TableShape, Workload, accesses_of
-from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand, pool_loads
 from tierstore.plan.host import LIBRARY_BYTES, load_host
 from tierstore.plan.loads import in_words
@@ -198,8 +197,7 @@ class _Subject:
         tables = {name: TableTrace(ids.reshape(-1), offsets) for name, ids in drawn}
         accesses = accesses_of(Trace(tables=tables, batch_samples=case.ranks * case.batch))
         # The curve is of the batches that are measured, the cache being warm from those before.
-        half = partial(curve, skip=case.steps // 2)
-        self._demand = Demand.from_accesses(self.shape, accesses, config["policy"], make_curve=half)
+        self._demand = Demand.from_accesses(self.shape, accesses, config["policy"], skip=case.steps // 2)
 
     def round(self, host: Host) -> list[tuple[Measured, Prediction]]:
         """A run of each budget, in bytes of all ranks, and what is predicted of it."""
@@ -240,7 +238,7 @@ class _Subject:
             "policy": config["policy"], "prefetch_depth": config["depth"], "threads": config["threads"],
             "rank_costs": rank_costs,
         }  # fmt: skip
-        steady = sum(pool.rows_moved for pool in pool_loads(Setup(**fields).of_a_rank, self._demand.laid_out(shape)))
+        steady = sum(pool.rows_moved for pool in pool_loads(Setup(**fields).of_a_rank, self._demand))
         return predict(Setup(**fields, cleaning=rows_moved / steady if steady else 0.0), self._demand)
 
 
@@ -312,9 +310,8 @@ def _tell(figures: Found, *, key: str, title: str, note: str) -> Report:
     return Report([Table(title, columns, rows)], goals, [note])
 
 
-def _requests(model: ZooModel) -> list[bytes]:
+def _requests(model: ZooModel, sizes: list[int]) -> list[bytes]:
     """To be asked over and over."""
-    sizes = [each // model.config["query_divisor"] for each in QUERY_SIZES]
     sample_bytes = 8 * model.sample_ids + 4 * model.shape["num_dense"]
     fitting = int(model.config["pool_mib"] * 2**20 // (sample_bytes * statistics.mean(sizes)))
     repeated = sizes * max(1, min(fitting, 2000) // len(sizes))
@@ -356,7 +353,8 @@ def _bounded(server: ServerProcess, pool: list[bytes], config: Found) -> Found:
 
 def _measure_served(request: Run, _: Found, *, part: str) -> Found:
     config, found, model = request.config, dict[str, Found](), ZooModel(request, part)
-    pool, samples = _requests(model), statistics.mean(each // config["query_divisor"] for each in QUERY_SIZES)
+    sizes = [each // config["query_divisor"] for each in QUERY_SIZES]
+    pool, samples = _requests(model, sizes), statistics.mean(sizes)
     for placement in PLACEMENTS:
         with model.server(placement) as server:
             own = found[placement] = _bounded(server, pool, config) | {"samples": samples}
@@ -385,11 +383,7 @@ def _tell_served(figures: Found, *, part: str) -> Report:
 def _free_ports() -> list[str]:
     """Flags of ports that a server of several workers can have: they are next to each other."""
     first = 20_000 + 8 * (os.getpid() % 1000)
-    return [
-        word
-        for step, name in enumerate(("port", "grpc-port", "admin-port"))
-        for word in (f"--{name}", str(first + step))
-    ]
+    return [f"--{name}={first + step}" for step, name in enumerate(("port", "grpc-port", "admin-port"))]
 
 
 def _loaded(server: ServerProcess, queries: list[bytes], at_once: int, seconds: float) -> Found:

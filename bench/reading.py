@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from tierstore.plan.workload import preset
+from tierstore.plan.workload import load_workload
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import Batch
@@ -33,7 +33,7 @@ from .data import ROOT
 from .workload import ids_of
 
 _NUM_DENSE: Final = 13
-_TABLES: Final = preset("mlperf-dlrm-v2").tables
+_TABLES: Final = load_workload("mlperf-dlrm-v2").tables
 _BAGS: Final = [int(table.pooling_factor) for table in _TABLES]
 _NAMES: Final = [f"C{i}" for i in range(1, len(_BAGS) + 1)]
 _READY: Final = "batches in memory"

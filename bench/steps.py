@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.models import DLRM
-from tierstore.plan.workload import KAGGLE_ROWS
+from tierstore.plan.workload import load_workload
 
 from .data import criteo_keys
 from .workload import Batches, ids_of, make_store
@@ -79,7 +79,7 @@ def _ragged(ids: NDArray[np.int64]) -> tierstore.KeyedJaggedTensor:
 
 def kaggle(config: dict[str, Any], count: int) -> StepWorkload:
     generator = np.random.default_rng(config["seed"])
-    rows = [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
+    rows = [max(3, int(each.num_embeddings * config["kaggle_scale"])) for each in load_workload("criteo-kaggle").tables]
     size = config["kaggle_batch"]
     drawn = [ids_of(generator, each, size * count, 1.05).reshape(count, size) for each in rows]
     batches = [jagged([each[step] for each in drawn], 1) for step in range(count)]

@@ -23,12 +23,13 @@ feed = Workload(
     dense_flops=2e6,  # of the model beside its tables, forward, a sample
 )
 demand = Demand.analytic(feed, "tinylfu")  # ids by Zipf's law; Demand.from_accesses takes a recorded trace
-print(f"{feed.name}: {feed.table_bytes / GIB:.0f} GiB of rows, {demand.unique:,.0f} distinct rows a batch")
+unique = sum(pool.unique for pool in demand.pools)
+print(f"{feed.name}: {feed.table_bytes / GIB:.0f} GiB of rows, {unique:,.0f} distinct rows a batch")
 
 # The cheapest hosts that train at a rate. "server-2s" is an example; tierstore plan measure describes your machine.
 space = SearchSpace(hosts=(1, 2, 4), dtypes=("float32",))
 best = search(feed, demand, [load_host("server-2s")], Target(samples_per_s=250_000), space=space).best
-print(f"{best.setup.num_hosts} x {best.setup.host.name}", end=", ")
+print(f"{best.setup.hosts} x {best.setup.host.name}", end=", ")
 print(f"{best.setup.host.ddr.capacity_bytes / GIB:.0f} GiB of memory each, SSDs each: {len(best.setup.host.storage)}")
 print(f"{best.samples_per_s:,.0f} samples/s, a step of {1e3 * best.step_s:.0f} ms", end=", ")
 print(f"limited by: {in_words(best.bottleneck)}")

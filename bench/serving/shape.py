@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import tierstore
-from tierstore.plan.workload import KAGGLE_ROWS
+from tierstore.plan.workload import load_workload
 from tierstore.train.build import build_run
 from tierstore.train.checkpoint import Position, commit_run
 from tierstore.train.config import load, parse_override
@@ -27,7 +27,7 @@ Config = Mapping[str, Any]
 
 def kaggle_rows(config: Config) -> list[int]:
     """Rows of each table."""
-    return [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
+    return [max(3, int(each.num_embeddings * config["kaggle_scale"])) for each in load_workload("criteo-kaggle").tables]
 
 
 def table_bytes(config: Config) -> int:

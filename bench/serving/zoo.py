@@ -16,7 +16,7 @@ import tierstore
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan.measure import page_cache
 from tierstore.plan.traces import generate
-from tierstore.plan.workload import preset
+from tierstore.plan.workload import load_workload
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.hot_rows import hot_rows_path, save_hot_rows
@@ -52,9 +52,10 @@ class ZooModel:
 
     def __init__(self, request: Run, name: str) -> None:
         self.name, self.config, self._log = name, request.config, request.folder / "serve.log"
-        self.tables = {each.name: min(each.num_embeddings, self.config["rows_max"]) for each in preset(name).tables}
-        cut = [replace(each, num_embeddings=self.tables[each.name]) for each in preset(name).tables]
-        self._workload = replace(preset(name), tables=tuple(cut))
+        whole, most = load_workload(name), self.config["rows_max"]
+        self.tables = {each.name: min(each.num_embeddings, most) for each in whole.tables}
+        cut = [replace(each, num_embeddings=self.tables[each.name]) for each in whole.tables]
+        self._workload = replace(whole, tables=tuple(cut))
         self.sample_ids = sum(int(each.pooling_factor) for each in cut)
         known = tomllib.loads((ROOT / "bench" / "precision.toml").read_text())["dense"]["shapes"]
         self.shape: Any = next(each for each in [*self.config["shapes"], *known] if each["name"] == name)

@@ -96,12 +96,11 @@ def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Dema
         policy="lru", sizes=np.ones(1, np.int64), miss_ratios=np.array([miss_ratio]), num_accesses=1, num_rows=1
     )
     pool = PoolDemand(
-        layout=workload.layout(workload.tables[0]),
-        tables=tuple(table.name for table in workload.tables),
-        num_rows=sum(table.num_embeddings for table in workload.tables),
+        tables=workload.tables,
         lookups=workload.lookups,
         unique=unique,
         curve=curve,
+        rows_of=lambda parts: min(unique, workload.lookups / parts),
     )
     return Demand(batch_samples=workload.batch_samples, policy="lru", pools=(pool,))
 

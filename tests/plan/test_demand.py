@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 import tierstore
 from bench.workload import ids_of
 from tests.packed import random_trace
+from tests.plan.hosts import make_setup
 from tests.plan.hosts import run as run_command
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, TableShape, accesses_of, of_tables, once_a_batch
 from tierstore.plan.curves import curve, distances, frequency_curve, lru_curve, popularity
-from tierstore.plan.demand import Demand
+from tierstore.plan.demand import Demand, pool_rows
 from tierstore.plan.planning import plain
 from tierstore.plan.traces import describe, draw_zipf, generate, numbered, read_accesses, scattered, zipf_bins
 from tierstore.plan.workload import Workload
@@ -50,12 +51,12 @@ def trace() -> Trace:
 def test_tables_of_a_layout_are_one_pool_whose_batches_are_counted(trace: Trace) -> None:
     """A curve is of each row once a batch."""
     found, sizes = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru"), [1, 10, 60, 150, 250]
-    assert [pool.tables for pool in found.pools] == [("a", "c"), ("b",)]
-    for pool, rows, lookups in zip(found.pools, (600, 300), (5.0, 1.0), strict=True):
-        own = replace(trace, tables={name: trace.tables[name] for name in pool.tables})
+    assert [[table.name for table in pool.tables] for pool in found.pools] == [["a", "c"], ["b"]]
+    layouts = [WORKLOAD.layout(table) for table in WORKLOAD.tables[:2]]
+    assert pool_rows(make_setup(WORKLOAD, hosts=2), found) == tuple(zip(layouts, (300, 150), strict=True))
+    for pool, lookups in zip(found.pools, (5.0, 1.0), strict=True):
+        own = replace(trace, tables={table.name: trace.tables[table.name] for table in pool.tables})
         batches = [list(dict.fromkeys(each)) for each in batches_of(own, [*range(0, SAMPLES, BATCH), SAMPLES])]
-        assert pool.num_rows == rows
-        assert pool.layout == WORKLOAD.layout(WORKLOAD.tables[0 if rows == 600 else 1])
         assert pool.lookups == lookups * BATCH, "the last batch, of ten samples, is no measure"
         assert pool.unique == np.mean([len(batch) for batch in batches[:-1]])
         keys = np.concatenate(batches)
@@ -82,13 +83,14 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
 def test_other_rows_of_the_same_tables(trace: Trace) -> None:
     found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
     served = replace(WORKLOAD, optimizer="none", dtype="int8")
-    other = found.laid_out(served)
-    assert [pool.layout for pool in other.pools] == [served.layout(served.tables[0]), served.layout(served.tables[1])]
-    assert [pool.curve for pool in other.pools] == [pool.curve for pool in found.pools]
-    with pytest.raises(ValueError, match=r"batches of 50 samples, the workload has 51"):
-        found.laid_out(replace(WORKLOAD, batch_samples=51))
-    with pytest.raises(ValueError, match="other tables"):
-        found.laid_out(replace(WORKLOAD, tables=WORKLOAD.tables[:2]))
+    layouts = [served.layout(table) for table in served.tables[:2]]
+    assert pool_rows(make_setup(served, hosts=2), found) == tuple(zip(layouts, (600, 300), strict=True))
+    for changes, said in (
+        ({"batch_samples": 51}, r"batches of 50 samples, the workload has 51"),
+        ({"tables": WORKLOAD.tables[:2]}, "other tables"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pool_rows(make_setup(replace(WORKLOAD, **changes)), found)
 
 
 def test_what_a_trace_may_not_be(trace: Trace) -> None:
@@ -324,7 +326,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(tmp_path: Path, capsy
     assert f"{path}: {len(accesses.keys):,} distinct rows of batches of 2 tables\n" in said
     assert all(f"{each.hit_rate(int(each.sizes[-1])):.4f}" in said for each in made.values())
     for words, reason in (
-        (["--policy", "lru,belady"], r"policy='belady': there are lru, lfu"),
+        (["--policy", "lru,belady"], r"policy='belady' is not one of auto, lru, lfu"),
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -18,14 +18,13 @@ from tests.plan.hosts import SHOP_HOST, run
 from tierstore.errors import TierstoreError
 from tierstore.plan import SoftwareCosts, TableShape, Workload
 from tierstore.plan import measure as measurement
-from tierstore.plan.host import example_hosts, load_host, with_accelerators, write_host
+from tierstore.plan.host import example_hosts, load_host, with_parts, write_host
 from tierstore.plan.measure import Lab, measure
 from tierstore.plan.workload import (
-    PRESETS,
     Assumed,
     describe_workload,
     load_workload,
-    preset,
+    presets,
     scaled,
     workload_toml,
 )
@@ -56,7 +55,9 @@ def test_examples_have_every_figure_and_are_listed(tmp_path: Path, capsys: pytes
     assert load_host(tmp_path / "mine.json") == load_host("node-1xh100")
     assert "$14,960, 828 W" in said
     assert "All prices are assumptions" in said
-    assert with_accelerators(load_host("node-1xh100"), ()).name == "node-1xh100 with 0 of 1 GPUs"
+    half = with_parts(load_host("node-1xh100"), memory_share=0.5, drives=1, gpus=0)
+    assert (half.name, half.ddr.usd, half.ddr.watts) == ("node-1xh100 with 0 of 1 GPUs", 840, 24)
+    assert (half.ddr.capacity_bytes, len(half.storage), half.accelerators) == (192 * 2**30, 1, ())
 
 
 def changed(part: str, key: str, value: Any = None) -> str:
@@ -73,10 +74,13 @@ def changed(part: str, key: str, value: Any = None) -> str:
         ("./host.txt", "", "a host's file is JSON"),
         ("mine.toml", "", "a host's file is JSON"),
         ("host.json", "{", "is not valid JSON"),
-        ("host.json", " " * (2 << 20), "more than"),
+        ("host.json", "[" * 100_000, "is not valid JSON"),
         ("host.json", changed("processor", "flops"), 'processor: key "flops" is missing'),
         ("host.json", changed("costs", "write_ns", 9), 'unknown key "write_ns".*tierstore plan measure'),
-        ("host.json", changed("storage", "reads_per_s", 0), r"storage\[0\]: reads_per_s=0.0: expected"),
+        ("host.json", changed("storage", "reads_per_s", 0), r"storage\[0\]: reads_per_s=0.0: expected a number from 1"),
+        ("host.json", changed("storage", "drive_writes_a_day", 0), "drive_writes_a_day=0.0: expected a number"),
+        ("host.json", changed("storage", "capacity_bytes", 0), "capacity_bytes=0.0: expected a number from 1"),
+        ("host.json", changed("ddr", "bytes_per_s", 0), "ddr: bytes_per_s=0.0: expected a number from 1"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -93,12 +97,13 @@ def test_what_is_wrong_with_a_file_is_said(name: str, text: str, message: str, t
 
 def test_the_figures_in_the_documentation() -> None:
     text = (ROOT / "docs" / "planning" / "traces.md").read_text()
-    rows = {workload.name: sum(table.num_embeddings for table in workload.tables) for workload in PRESETS.values()}
+    published = list(map(load_workload, presets()))
+    rows = {workload.name: sum(table.num_embeddings for table in workload.tables) for workload in published}
     assert rows == {
         "rmc1": 32_000_000, "rmc2": 16_000_000, "rmc3": 20_000_000, "criteo-kaggle": 33_762_577,
         "mlperf-dlrm-v2": 204_184_588,
     }  # fmt: skip
-    for workload in PRESETS.values():
+    for workload in published:
         assert re.search(rf"`{workload.name}`.* {int(workload.dense_flops):,} \| {workload.batch_samples:,}", text)
 
 
@@ -115,13 +120,13 @@ tables = [
 
 
 def test_workloads_are_written_as_they_are_read(tmp_path: Path) -> None:
-    for workload in PRESETS.values():
+    for workload in map(load_workload, presets()):
         path = tmp_path / "workload.toml"
         path.write_text(workload_toml(workload))
         assert load_workload(path) == workload
         assert f"{len(workload.tables)} tables" in describe_workload(workload)
     with pytest.raises(ValueError, match="a number above 0"):
-        scaled(preset("rmc1"), 0)
+        scaled(load_workload("rmc1"), 0)
 
 
 def test_a_workload_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_
 from tierstore.cache.full import FullCache
 from tierstore.plan import Setup, TableShape, Workload
 from tierstore.plan.demand import Demand, PoolLoad, pool_loads
-from tierstore.plan.host import REQUEST_BATCHES
+from tierstore.plan.host import LIBRARY_BYTES, REQUEST_BATCHES
 from tierstore.plan.loads import (
     AHEAD,
     DRIVES,
@@ -31,6 +31,7 @@ from tierstore.plan.loads import (
     loads_of,
 )
 from tierstore.plan.measure import transactions_in
+from tierstore.plan.model import processes_bytes
 from tierstore.plan.traces import Accesses
 
 IDS, UNIQUE, MISSES, BAGS = 4000, 2000, 500, 1000
@@ -117,6 +118,9 @@ def test_ranks_that_share_a_host_take_what_was_measured_of_ranks() -> None:
     own = found["lookups"].seconds + found["model"].seconds
     assert found["network"].seconds == pytest.approx((400 + 2000 * ahead / (ahead + own)) * 1e-6)
     assert found["id exchange"].seconds == 0
+    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=0.25)
+    own, alone = (processes_bytes(each, demand) for each in (setup, replace(setup, rank_costs=None)))
+    assert alone - own == pytest.approx(LIBRARY_BYTES * 3 / 4), "four ranks share the libraries"
     with pytest.raises(ValueError, match="rank_costs are of 4 ranks"):
         _ = make_setup(rank_costs=costs_of(4), hosts=2).of_a_rank
 
@@ -298,12 +302,8 @@ def test_one_pool_by_hand() -> None:
     assert -math.log(live) / (1 - live) == pytest.approx((1.8 - cached) / (1 - cached), rel=1e-4)
     assert load.segments_cleaned == pytest.approx(load.rows_moved / (210 * live), rel=1e-3)
     assert load.pages_written == pytest.approx((500 + load.rows_moved) / 210 * 16)
-
-
-def test_hosts_divide_rows_and_ids() -> None:
-    one, four = load_of(), load_of(hosts=4)
-    assert four.num_rows == 250_000
-    assert (four.lookups, four.unique, four.misses) == (one.lookups / 4, one.unique / 4, one.misses / 4)
+    four = load_of(hosts=4)
+    assert (four.num_rows, four.lookups, four.unique, four.misses) == (250_000, 1000, 500, 125)
 
 
 def test_extremes() -> None:

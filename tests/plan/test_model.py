@@ -4,6 +4,7 @@ import functools
 import heapq
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,25 +22,31 @@ from tierstore.plan.host import (
     PROCESS_BYTES,
     SERVED_BATCHES,
     Pricing,
-    drive_writes_a_day,
     price_of,
     times,
-    years_of_life,
+    wear_of,
 )
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import Queue, latencies, latency_at, marginal_values, misfit, predict, processes_bytes
+from tierstore.plan.model import (
+    Queue,
+    at_rate,
+    latencies,
+    latency_at,
+    marginal_values,
+    misfit,
+    predict,
+    processes_bytes,
+)
 from tierstore.plan.search import SearchResult, SearchSpace, Target, search
 
 TRAINED = make_workload(rows=300_000, tables=2)
 SERVED = make_workload(rows=300_000, tables=2, training=False)
-IDLE = replace(SERVED, dense_flops=0)
+IDLE = replace(SERVED, dense_flops=0, tables=tuple(replace(each, pooling_factor=0.0) for each in SERVED.tables))
 DEMANDS = {workload: Demand.analytic(workload) for workload in (TRAINED, SERVED, IDLE)}
-NO_DRIVE = replace(DRIVE, capacity_bytes=0)
-NO_MEMORY = replace(DDR, bytes_per_s=0, row_bytes_per_s=0)
 
 
-def plan(setup: Setup, **options: Any) -> Prediction:
-    return predict(setup, DEMANDS[setup.workload], **options)
+def plan(setup: Setup) -> Prediction:
+    return predict(setup, DEMANDS[setup.workload])
 
 
 def seconds(found: Prediction) -> dict[str, float]:
@@ -47,33 +54,32 @@ def seconds(found: Prediction) -> dict[str, float]:
 
 
 def test_a_query_waits_for_everything_and_shares_the_host() -> None:
-    found, several = plan(make_setup(SERVED), queries_per_s=5.0), plan(make_setup(SERVED, workers=4))
+    """Each worker has a queue of its own. Drives work for all of them, but the latency of a read is nobody's work."""
+    found, several = (at_rate(plan(make_setup(SERVED, workers=workers)), 5.0) for workers in (1, 4))
     assert found.step_s == lanes_of(seconds(found), is_ahead=False)[0].seconds
     assert found.queue is not None
     assert several.queue is not None
-    assert found.queue.base_s + found.queue.sample_s * found.queue.sizes[0] == pytest.approx(found.step_s)
-    assert found.queue.base_s == pytest.approx(SERVED_BATCHES * 100e-6 + 100e-6), "the batch, and one read"
-    assert found.latency == latency_at(found.queue, 5.0)
-    busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])
-    assert several.queue.base_s + 1000 * several.queue.sample_s == pytest.approx(busy)
-    assert several.samples_per_s == pytest.approx(4 * 4000 / (busy + 3000 * several.queue.sample_s)), "four a batch"
-    assert several.queue.executors == 4
+    assert found.queue.alone_s == pytest.approx(found.step_s)
+    assert found.queue.batch_s == pytest.approx(SERVED_BATCHES * 100e-6 + 100e-6), "the batch, and one read"
+    busy = max(several.step_s, 4 * (seconds(several)["ssd reads"] - 100e-6), 4 * seconds(several)["cores"])
+    assert several.queue.alone_s == pytest.approx(busy)
+    assert several.samples_per_s == pytest.approx(4 * 4000 / (busy + 3 * several.queue.query_s)), "four a batch"
+    for each, queue, workers in ((found, found.queue, 1), (several, several.queue, 4)):
+        assert each.latency == latency_at(queue, 5.0 / workers)._replace(queries_per_s=5.0)
+        assert each.rate_max == pytest.approx(each.samples_per_s / 1000)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ddr_bytes": 65 * GIB}, r"memory: 65.7 ?GiB of a host are wanted, 64.0 ?GiB are there"),
-        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.8 ?GiB"),
+        ({"ddr_bytes": 65 * GIB}, r"memory for rows, .*: 65.7 ?GiB of a host are wanted, 64.0 ?GiB are there"),
+        ({"page_cache_bytes": 64 * GIB}, r"memory for rows, page cache and processes: 64.8 ?GiB"),
         ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
         ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
-        ({"host": make_host(storage=(DRIVE, NO_DRIVE))}, r"a drive of host '.*' has a capacity of 0 bytes"),
         ({"ddr_bytes": math.nan}, "ddr_bytes=nan"),
         ({"policy": "lfu"}, "curves are of lru, the setup's policy is lfu"),
-        ({"replicas": 2}, "for serving; training has hosts"),
-        ({"workload": SERVED, "hosts": 2}, "hosts are for training; serving has replicas"),
-        ({"workload": IDLE, "host": make_host(costs=SoftwareCosts(), ddr=NO_MEMORY), "ddr_bytes": GIB},
-         r"nothing takes time on host '.*': its costs are 0"),
+        ({"workers": 2}, "workers=2: they are of serving"),
+        ({"workload": IDLE, "host": make_host(costs=SoftwareCosts())}, r"nothing takes time on host '.*': its costs"),
     ],
 )  # fmt: skip
 def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
@@ -91,7 +97,7 @@ def test_rows_ids_and_processes_have_to_fit() -> None:
         (SERVED, 3, 600_000 / 225, 0),
         (ids, 1, 600_000 / 225, 600_012),
     ):
-        id_segments, demand = id_rows / (12 * 127), DEMANDS[TRAINED if workload is TRAINED else SERVED]
+        id_segments, demand = id_rows / (12 * 127), Demand.analytic(workload)
         stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
         mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
         process = mapped + PROCESS_BYTES + 4 * 1e5 / 2
@@ -183,6 +189,20 @@ def test_each_is_what_that_much_more_brings() -> None:
     assert max(more.values()) > 0 <= min(more.values())
 
 
+def test_a_budget_may_be_the_least_that_there_can_be() -> None:
+    """A worker more brings its memory; more HBM, which takes some of DDR, is left out."""
+    least = make_setup(SERVED, ddr_bytes=500 * 1024.0)
+    (cores,) = [each for each in marginal_values(least, DEMANDS[SERVED]) if each.resource == "cores"]
+    assert cores.samples_per_s > 0
+    training = make_setup(TRAINED, host=make_host(gpus=1), hbm_bytes=16 * MIB, ddr_bytes=64 * 1024.0)
+    with pytest.raises(ValueError, match=r"give at least \d+KiB") as error:
+        plan(training)
+    enough = 1024.0 * int(re.findall(r"(\d+)KiB$", str(error.value))[0])
+    found = {each.resource for each in marginal_values(replace(training, ddr_bytes=enough), DEMANDS[TRAINED])}
+    assert "HBM" not in found
+    assert {"DDR", "HBM bandwidth"} < found
+
+
 PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0)
 
 
@@ -198,74 +218,55 @@ def test_drives_are_worn_by_what_is_written_to_them() -> None:
     small = replace(DRIVE, capacity_bytes=1e11)
     tough = replace(small, drive_writes_a_day=100.0)  # worn ten times as fast as the other, and rated for a hundred
     for drives, worn_bytes in (((DRIVE, DRIVE), 1e12), ((DRIVE, small), 1e11), ((tough, DRIVE), 1e12)):
-        found = drive_writes_a_day(make_host(storage=drives), 1e7)
-        assert found == pytest.approx(1e7 * 86_400 / 2 / worn_bytes)
-    assert drive_writes_a_day(make_host(drives=0), 0.0) == 0
-
-
-def test_years_of_life_are_the_warranty_over_the_wear() -> None:
-    setup = make_setup()
-    found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25))
-    written = next(load for load in found.loads if load.resource == "ssd writes").amount
-    a_day = written / found.step_s * 86_400 / 1e12
-    assert found.drive_writes_a_day == pytest.approx(a_day)
-    assert years_of_life(setup.host, found.drive_writes_a_day) == pytest.approx(5 / a_day)
-    served = make_workload(training=False)
+        found = wear_of(make_host(storage=drives), 1e7)
+        assert found.writes_a_day == pytest.approx(1e7 * 86_400 / 2 / worn_bytes)
+        assert found.years == pytest.approx(5 * found.rated / found.writes_a_day), "of the warranty"
+    setup, served = make_setup(), make_workload(training=False)
+    predicted = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25))
+    written = next(load for load in predicted.loads if load.resource == "ssd writes").amount
+    assert predicted.wear == wear_of(setup.host, written / predicted.step_s)
     reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
-    assert reading.drive_writes_a_day == 0
-    assert years_of_life(setup.host, 0.0) == math.inf
+    assert reading.wear == wear_of(make_host(drives=0), 0.0) == (0, 0, math.inf)
 
 
 FEW = 2000
 """Queries, where kernels may run as plain Python."""
 
 
-def by_events(queue: Queue, arrivals: list[float], sizes: list[float]) -> list[float]:
-    """Executors take what waits when they get free, the first come first, as far as a batch may hold it."""
+def by_events(queue: Queue, arrivals: list[float]) -> list[float]:
+    """A worker takes what waits when it gets free, the first come first, as far as a batch may hold it."""
     events: list[tuple[float, int, int]] = [(time, 1, number) for number, time in enumerate(arrivals)]
     heapq.heapify(events)
-    waiting: list[int] = []
-    free, answered = queue.executors, [math.nan] * len(arrivals)
+    waiting, is_free, answered = list[int](), True, [math.nan] * len(arrivals)
     while events:
         now, kind, number = heapq.heappop(events)
-        if kind:
-            waiting.append(number)
-        else:
-            free += 1
-        while free and waiting and not (events and events[0][0] == now):
-            taken = [waiting.pop(0)]
-            while waiting and sum(sizes[each] for each in taken) + sizes[waiting[0]] <= queue.batch_samples:
-                taken.append(waiting.pop(0))
-            done = now + queue.base_s + queue.sample_s * sum(sizes[each] for each in taken)
+        waiting += [number] * kind
+        is_free |= not kind
+        if is_free and waiting and not (events and events[0][0] == now):
+            taken, waiting = waiting[: queue.batch_queries], waiting[queue.batch_queries :]
+            done = now + queue.batch_s + queue.query_s * len(taken)
             for each in taken:
                 answered[each] = done - arrivals[each]
-            free -= 1
+            is_free = False
             heapq.heappush(events, (done, 0, -1))
     return answered
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("executors", "batch"), [(1, 1), (1, 50), (2, 3), (5, 50)])
-def test_every_query_as_by_events(executors: int, batch: int) -> None:
-    queue = Queue(base_s=0.3, sample_s=0.11, sizes=(1.0, 1.5, 2.0, 7.0), executors=executors, batch_samples=batch)
-    rate, generator = 0.7 * queue.rate_max, np.random.default_rng(0)
-    arrivals = np.cumsum(generator.standard_exponential(FEW)) / rate
-    expected = by_events(queue, arrivals.tolist(), np.array(queue.sizes)[generator.integers(0, 4, FEW)].tolist())
+@pytest.mark.parametrize("together", [1, 3, 50])
+def test_every_query_as_by_events(together: int) -> None:
+    queue = Queue(batch_s=0.3, query_s=0.11, batch_queries=together)
+    rate = 0.7 * queue.rate_max
+    arrivals = np.cumsum(np.random.default_rng(0).standard_exponential(FEW)) / rate
+    expected = by_events(queue, arrivals.tolist())
     assert latencies(queue, rate, num_queries=FEW) == pytest.approx(expected, rel=1e-9)
     told = latency_at(queue, rate, num_queries=FEW)
     settled = np.sort(expected[FEW // 10 :])
     for share, seconds in ((0.5, told.p50_s), (0.99, told.p99_s)):
         assert seconds == pytest.approx(settled[math.ceil(share * (len(settled) - 1))])
     assert latency_at(queue, queue.rate_max).p50_s == math.inf
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("sizes", [(1.0, 1000.0), (7.0,), (1.0, 1.0, 2000.0)])
-def test_the_highest_rate_is_that_of_executors_for_whom_always_some_wait(sizes: tuple[float, ...]) -> None:
-    """Of mixed sizes a batch ends at the first that does not fit: it has fewer queries than their mean size says."""
-    queue = Queue(base_s=0.3, sample_s=0.001, sizes=sizes, executors=2, batch_samples=1000.0)
-    asked = np.random.default_rng(1).choice(sizes, FEW).tolist()
-    assert queue.rate_max == pytest.approx(FEW / max(by_events(queue, [0.0] * FEW, asked)), rel=0.05)
+    assert latency_at(queue, 1e-12, num_queries=FEW).p99_s == pytest.approx(queue.alone_s), "too few to meet"
+    assert queue.rate_max == pytest.approx(FEW / max(by_events(queue, [0.0] * FEW)), rel=0.01)
 
 
 LARGE = make_workload(rows=8_000_000, tables=2)
@@ -274,7 +275,7 @@ LARGE_DEMANDS = {workload: Demand.analytic(workload) for workload in (LARGE, LAR
 DURABLE = replace(DRIVE, drive_writes_a_day=1000.0)
 SMALL = Memory(capacity_bytes=8 * GIB, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
 HOST = make_host(storage=(DURABLE,) * 4, ddr=SMALL)
-SPACE = SearchSpace(memory_shares=(0.25, 0.5, 1.0), hosts=(1, 2, 3, 4))
+SPACE = SearchSpace(memory_shares=(0.25, 0.5, 1.0), hosts=(1, 2, 3, 4), dtypes=("float32", "float16"))
 
 
 def find(target: Target, workload: Any = LARGE, hosts: tuple[Host, ...] = (HOST,), **options: Any) -> SearchResult:
@@ -293,8 +294,8 @@ def everything() -> list[Prediction]:
             workload=replace(LARGE, dtype=dtype), host=replace(HOST, ddr=ddr, storage=HOST.storage[:drives]),
             ddr_bytes=rows * size, page_cache_bytes=(0.9 - rows) * size, hosts=hosts, threads=4,
         )  # fmt: skip
-        demand = LARGE_DEMANDS[LARGE].laid_out(setup.workload)
-        rows_bytes = setup.ddr_bytes - processes_bytes(replace(setup, hosts=4), demand)
+        demand = LARGE_DEMANDS[LARGE]
+        rows_bytes = setup.ddr_bytes - processes_bytes(setup, demand)
         found.append(predict(replace(setup, ddr_bytes=rows_bytes), demand))
     return found
 
@@ -304,7 +305,7 @@ def everything() -> list[Prediction]:
 def test_the_best_is_that_of_all(target: Target) -> None:
     """The cheapest."""
     enough = [each for each in everything() if each.samples_per_s >= target.samples_per_s]
-    enough = [each for each in enough if years_of_life(each.setup.host, each.drive_writes_a_day) >= 4]
+    enough = [each for each in enough if each.wear.years >= 4]
     if not enough:
         with pytest.raises(ValueError, match="no setup meets the target; the nearest"):
             _ = find(target).best
@@ -314,13 +315,13 @@ def test_the_best_is_that_of_all(target: Target) -> None:
     assert found.best.price.usd_a_month == min(each.price.usd_a_month for each in enough)
 
 
-def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
+def test_queries_within_a_bound_by_as_few_hosts_as_do() -> None:
     target = Target(queries_per_s=30_000.0, p99_ms=12.0)
     space = replace(SPACE, hosts=tuple(range(1, 41)), memory_shares=(0.5,), dtypes=("float32",))
     found = find(target, LARGE_SERVED, space=space).best
-    assert found.setup.replicas > 1
-    fewer = replace(found.setup, replicas=found.setup.replicas - 1)
-    less = predict(fewer, LARGE_DEMANDS[LARGE_SERVED], queries_per_s=30_000.0)
+    assert found.setup.hosts > 1
+    fewer = replace(found.setup, hosts=found.setup.hosts - 1)
+    less = at_rate(predict(fewer, LARGE_DEMANDS[LARGE_SERVED]), 30_000.0)
     assert found.latency is not None
     assert less.latency is not None
     assert found.latency.p99_s <= 0.012 < less.latency.p99_s
@@ -330,7 +331,8 @@ def test_a_gpu_is_to_train_on_one_host() -> None:
     hosts = (replace(HOST, accelerators=make_host(gpus=2).accelerators),)
     for workload, space in ((LARGE, SPACE), (LARGE_SERVED, SPACE), (LARGE, replace(SPACE, hosts=(2, 3)))):
         is_usable = workload is LARGE and space is SPACE
-        found = find(Target(samples_per_s=5e5 if is_usable else 1.0), workload, hosts, space=space)
+        target = Target(samples_per_s=5e5 if is_usable else 1.0) if workload is LARGE else Target(queries_per_s=1.0)
+        found = find(target, workload, hosts, space=space)
         setup = found.best.setup
         used = (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators))
         assert used[0::2] == (0, 0) if not is_usable else used == (0.8 * 8 * GIB, 1, 1)
@@ -343,16 +345,12 @@ def test_searches_of_nothing_name_what_is_nearest_and_what_stops_it() -> None:
     for target, options, said in (
         (Target(samples_per_s=1e9), {}, f": {fastest} of 1,000,000,000 samples/s; what stops it is: "),
         (bound, {"workload": LARGE_SERVED}, r"99 % of queries that never wait within .* ms, not 0\.01 ms"),
-        (Target(), {}, "names no rate"),
-        (Target(queries_per_s=1.0), {}, "queries_per_s is a target of serving"),
         (rate, {"hosts": (tiny,)}, "does not fit: SSD"),
         (rate, {"hosts": (replace(HOST, storage=()),)}, "none of these hosts has a drive"),
         (rate, {"space": many}, r"the grid has [\d,]+ setups; at most 100,000"),
     ):
         with pytest.raises(ValueError, match=said):
             _ = find(target, **options).best
-    with pytest.raises(ValueError, match=r"p99_ms=100\.0: needs queries_per_s"):
-        Target(p99_ms=100.0)
-    for wrong in ({"hosts": (2, 1)}, {"hosts": (0,)}, {"memory_shares": (0.0,)}):
+    for wrong in ({"hosts": (2, 1)}, {"hosts": (0,)}, {"hosts": (1 << 17,)}, {"memory_shares": (0.0,)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SearchSpace(**wrong)

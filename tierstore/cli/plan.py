@@ -41,7 +41,8 @@ def _run(options: argparse.Namespace) -> int:
     given = [(flag, *key.split("."), getattr(options, key)) for flag, (key, *_) in _FLAGS.items()]
     flags = [Override(section, key, value, flag) for flag, section, key, value in given if value is not None]
     asked = load(options.plan_file, [*flags, *map(parse_override, options.set)])
-    read = [options.plan_file or "", asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
+    files = asked.workload.file, asked.trace.path, asked.setup.rank_costs, asked.host.file, *asked.host.others
+    read = [options.plan_file or "", *files]
     require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
     from ..plan.planning import plan, write_json
     from ..plan.report import describe, plan_page
@@ -105,13 +106,12 @@ def _hosts(options: argparse.Namespace) -> int:
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from ..plan.workload import PRESETS, describe_workload, preset, workload_toml
+    from ..plan.workload import describe_workload, load_workload, presets, workload_toml
 
     if options.name is not None:
-        print(workload_toml(preset(options.name)), end="")
+        print(workload_toml(load_workload(options.name)), end="")
         return 0
-    for workload in PRESETS.values():
-        print(describe_workload(workload))
+    print(*map(describe_workload, map(load_workload, presets())), sep="\n")
     return 0
 
 

@@ -21,19 +21,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..cache.ddr import DdrCache, resolve_policy
+from ..cache.ddr import POLICIES, DdrCache, resolve_policy
 from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..pool.leases import HELD_SHARE
-from ..settings.sections import nearest
-from ..system.checks import excerpt, require_int
+from ..system.checks import excerpt, require_choice, require_int
 from ..system.terminal import columns_of
 from .traces import BIN_GROWTH, Accesses, Numbered, first_uses, numbered, zipf_bins
 
-__all__ = ["POLICIES", "MissRatioCurve", "curve", "describe_curves"]
-
-POLICIES: Final = ("lru", "lfu", "tinylfu")
 _MANY_BINS: Final = 2048
 _LEAST_CHANCE: Final = 1e-300
 _WINDOWS: Final = 160
@@ -152,7 +148,7 @@ def curve(
     Args:
         accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
             ``once_a_batch(accesses)``.
-        policy: of ``POLICIES``, or "auto" for what that stands for.
+        policy: of ``tierstore.cache.ddr.POLICIES``.
         sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, replayed once a size: 24.
         prefetch_depth: batches whose rows are fetched ahead of the one in use; 0: a plain loop, or serving. LRU does
             not depend on it.
@@ -160,9 +156,8 @@ def curve(
     """
     if not len(accesses.keys):
         raise ValueError("there is no access: a curve needs one at least")
+    require_choice(policy, POLICIES, "policy")
     policy = resolve_policy(policy)
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
     require_int(prefetch_depth, "prefetch_depth", 0, _DEEPEST)
     require_int(skip, "skip", 0, accesses.num_batches - 1)
     rows, rate = numbered(accesses.keys), accesses.sampling_rate

@@ -4,13 +4,13 @@ budget, by the store's own rule (``pools.divide``), and what each tier has of wh
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..cache.ddr import resolve_policy
+from ..cache.ddr import POLICIES, resolve_policy
 from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.cache import HbmSize
@@ -20,14 +20,13 @@ from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, ROW_MASK, Row
 from ..pool.leases import HELD_SHARE
 from ..pool.writeback import rows_a_write
 from ..settings.sections import nearest
-from ..store.pools import Division, divide, divide_hbm
-from ..system.checks import excerpt
-from .curves import POLICIES, MissRatioCurve, Popularity, curve, frequency_curve, lru_curve, popularity
+from ..store.pools import Division, PoolSize, divide, divide_hbm
+from ..system.checks import excerpt, require_choice
+from .curves import MissRatioCurve, Popularity, curve, frequency_curve, lru_curve, popularity
 from .host import Setup
 from .traces import Accesses, of_tables, once_a_batch
 from .workload import TableShape, Workload
 
-RowsOf = Callable[[int], float]
 _BY_COUNT: Final = {"lfu": 0, "tinylfu": MOVED_MAX}
 """Policies whose next victim is mostly a dirty row of a batch shortly before. Those that are used again before they are
 evicted are written twice, which is left out. Rows that become victims together are written together, up to so many."""
@@ -35,6 +34,7 @@ _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 FILE_SHARE: Final = 1.05  # of a file, over the bytes of its segments: the tree above them, and free pages
 ID_LAYOUT: Final = RowLayout(dim=4)  # of rows that keep ids
+_Tables = tuple[TableShape, ...]
 _Counts = tuple[tuple[RowLayout, int], ...]
 
 
@@ -42,19 +42,11 @@ _Counts = tuple[tuple[RowLayout, int], ...]
 class PoolDemand:
     """Of the tables of one row layout, which share a cache."""
 
-    layout: RowLayout
-    tables: tuple[str, ...]
-    num_rows: int
+    tables: tuple[TableShape, ...]
     lookups: float  # ids of a batch, on average
     unique: float  # distinct rows of them
     curve: MissRatioCurve  # of once-a-batch accesses, in rows of this pool
-    rows_of: RowsOf | None = field(default=None, compare=False)  # distinct rows of one of so many parts of a batch
-
-    def rows_of_a_part(self, parts: int) -> float:
-        """Of ``rows_of``; where that is not known, the most that there can be."""
-        if parts == 1 or self.rows_of is None:
-            return min(self.unique, self.lookups / parts)
-        return self.rows_of(parts)
+    rows_of: Callable[[int], float] = field(compare=False)  # distinct rows of one of so many parts of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +57,15 @@ class Demand:
     policy: str
     pools: tuple[PoolDemand, ...]
 
-    @property
-    def unique(self) -> float:
-        """Distinct rows of a batch."""
-        return sum(pool.unique for pool in self.pools)
-
     @classmethod
     def analytic(cls, workload: Workload, policy: str = "lru") -> "Demand":
-        """By Zipf's law of each table, ids drawn independently; see ``analytic``. Of tinylfu and lfu the curve is that
-        of a cache of the rows that are accessed most. ValueError: the policy has no formula."""
-        formula = resolve_policy(policy)
-        if formula not in POLICIES:
-            raise ValueError(f"policy={excerpt(policy)} has no formula; expected one of {', '.join(POLICIES)}")
+        """By Zipf's law of each table, ids drawn independently. Of tinylfu and lfu the curve is that of a cache of the
+        rows that are accessed most. ValueError: there is no such policy."""
+        require_choice(policy, POLICIES, "policy")
+        formula, samples = resolve_policy(policy), workload.batch_samples
 
-        def found(tables: list[TableShape]) -> dict[str, Any]:
-            rows, samples = _popularity(tables, workload.batch_samples), workload.batch_samples
+        def found(tables: _Tables) -> dict[str, Any]:
+            rows = _popularity(tables, samples)
             return {
                 "lookups": sum(samples * table.pooling_factor for table in tables),
                 "unique": rows.unique,
@@ -90,73 +76,57 @@ class Demand:
         return cls._of(workload, policy, found)
 
     @classmethod
-    def from_accesses(
-        cls,
-        workload: Workload,
-        accesses: Accesses,
-        policy: str = "lru",
-        *,
-        make_curve: Callable[[Accesses, str], MissRatioCurve] = curve,
-    ) -> "Demand":
+    def from_accesses(cls, workload: Workload, accesses: Accesses, policy: str = "lru", **options: Any) -> "Demand":
         """As a trace has it, of every access, not once a batch only. Its batches are taken for those of the workload;
-        the last may be a part of one, and averages leave it out if there are others and all are listed. ``make_curve``:
-        called as ``curves.curve``. ValueError: it has no access, a table that the workload has not, or a row beyond."""
+        the last may be a part of one, and averages leave it out if there are others and all are listed. ``options``: of
+        ``curves.curve``. ValueError: it has no access, a table that the workload has not, or a row beyond."""
         _check(workload, accesses)
-        size, never = np.ones(1, np.int64), np.zeros(1)
-        unused = MissRatioCurve(  # of tables that nobody looks anything up in
-            policy=resolve_policy(policy), sizes=size, miss_ratios=never, num_accesses=0, num_rows=0
-        )
 
-        def found(tables: list[TableShape]) -> dict[str, Any]:
+        def found(tables: _Tables) -> dict[str, Any]:
             names = {table.name for table in tables}
             own = of_tables(accesses, [index for index, name in enumerate(accesses.tables) if name in names])
             distinct, lookups = once_a_batch(own), _lookups_a_batch(own)
+            is_used = len(distinct.keys) > 0
             return {
                 "lookups": lookups,
                 "unique": min(lookups, _a_batch(distinct)),
-                "curve": make_curve(distinct, policy) if len(distinct.keys) else unused,
-                "rows_of": lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
+                "curve": curve(distinct, policy, **options) if is_used else lru_curve(_popularity(tables, 0.0)),
+                "rows_of": lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts)))),
             }
 
         return cls._of(workload, policy, found)
 
     @classmethod
-    def _of(cls, workload: Workload, policy: str, found: Callable[[list[TableShape]], dict[str, Any]]) -> "Demand":
+    def _of(cls, workload: Workload, policy: str, found: Callable[[_Tables], dict[str, Any]]) -> "Demand":
         """``found``: the other fields of a pool of these tables."""
-        pools = tuple(
-            PoolDemand(layout=layout, tables=names, num_rows=num_rows, **found(tables))
-            for layout, (names, num_rows, tables) in _by_layout(workload).items()
-        )
+        pools = tuple(PoolDemand(tables=tables, **found(tables)) for tables in _by_layout(workload).values())
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
-
-    def laid_out(self, workload: Workload) -> "Demand":
-        """The same, of rows of another type, or with another optimizer's state. ValueError: the tables, their rows or
-        the batch are others than those that it was found of."""
-        if workload.batch_samples != self.batch_samples:
-            raise ValueError(
-                f"the demand is of batches of {self.batch_samples:,} samples, the workload has "
-                f"{workload.batch_samples:,}; find the demand of that workload"
-            )
-        layouts = _by_layout(workload)
-        if [(pool.tables, pool.num_rows) for pool in self.pools] != [each[:2] for each in layouts.values()]:
-            raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
-        pools = tuple(replace(pool, layout=layout) for pool, layout in zip(self.pools, layouts, strict=True))
-        return replace(self, pools=pools)
 
 
 @lru_cache(maxsize=256)
-def _by_layout(workload: Workload) -> dict[RowLayout, tuple[tuple[str, ...], int, list[TableShape]]]:
-    """Names of the tables, their rows, and they."""
+def _by_layout(workload: Workload) -> dict[RowLayout, _Tables]:
     found: dict[RowLayout, list[TableShape]] = {}
     for table in workload.tables:
         found.setdefault(workload.layout(table), []).append(table)
-    return {
-        layout: (tuple(each.name for each in own), sum(each.num_embeddings for each in own), own)
-        for layout, own in found.items()
-    }
+    return {layout: tuple(tables) for layout, tables in found.items()}
 
 
-def _popularity(tables: list[TableShape], samples: float) -> Popularity:
+def pool_rows(setup: Setup, demand: Demand) -> _Counts:
+    """Of each pool: how its rows lie, by the setup's types and optimizer, and how many a host has. ValueError: the
+    demand is of other tables, or batches, than the setup."""
+    workload, layouts = setup.workload, _by_layout(setup.workload)
+    if workload.batch_samples != demand.batch_samples:
+        raise ValueError(
+            f"the demand is of batches of {demand.batch_samples:,} samples, the workload has "
+            f"{workload.batch_samples:,}; find the demand of that workload"
+        )
+    if [pool.tables for pool in demand.pools] != [*layouts.values()]:
+        raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
+    counts = (sum(table.num_embeddings for table in tables) for tables in layouts.values())
+    return tuple((layout, -(-count // setup.parts)) for layout, count in zip(layouts, counts, strict=True))
+
+
+def _popularity(tables: _Tables, samples: float) -> Popularity:
     return popularity([(table.num_embeddings, table.exponent, samples * table.pooling_factor) for table in tables])
 
 
@@ -231,12 +201,12 @@ class PoolLoad(NamedTuple):
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     """Of each pool, on one host; of a serving setup with workers, in one of them. ValueError: a budget cannot hold the
     fewest rows that a store must have in memory; names what is enough."""
-    rows = tuple((pool.layout, math.ceil(pool.num_rows / setup.hosts)) for pool in demand.pools)
+    rows = pool_rows(setup, demand)
     try:
         hot = _hbm_sizes(int(setup.hbm_bytes), rows) if setup.hbm_bytes else {}
         staging = sum(size.host_bytes(layout) for layout, size in hot.items())
         budget = int(setup.ddr_bytes / setup.workers)
-        ids = math.ceil(setup.workload.id_bytes / setup.hosts)
+        ids = math.ceil(setup.workload.id_bytes / setup.parts)
         division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging, ids)
     except BudgetError as error:
         raise ValueError(str(error)) from None
@@ -246,7 +216,7 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     for pool, (layout, count) in zip(demand.pools, rows, strict=True):
         size, hbm_rows = division.pools[layout], min(hot[layout].cached_rows, count) if hot else 0
         together = rows_a_write(layout, division.transaction_bytes, size.cached_rows)
-        loads.append(_load(setup, pool, count, hbm_rows, size.cached_rows, size.is_full, cached_share, together))
+        loads.append(_load(setup, pool, layout, count, hbm_rows, size, cached_share, together))
     return tuple(loads)
 
 
@@ -267,10 +237,10 @@ def segment_bytes(layout: RowLayout) -> int:
 
 
 def _load(
-    setup: Setup, pool: PoolDemand, num_rows: int, hbm_rows: int, ddr_rows: int, is_full: bool, cached_share: float,
-    transaction_rows: int,
+    setup: Setup, pool: PoolDemand, layout: RowLayout, num_rows: int, hbm_rows: int, size: PoolSize,
+    cached_share: float, transaction_rows: int,
 ) -> PoolLoad:  # fmt: skip
-    layout, hosts, is_training = pool.layout, setup.hosts, setup.workload.is_training
+    hosts, is_training, (ddr_rows, _, is_full) = setup.parts, setup.workload.is_training, size
     unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 
     def missed(rows: float) -> float:
@@ -317,7 +287,7 @@ def _load(
         lookups=pool.lookups / hosts,
         bags=len(pool.tables) * setup.workload.batch_samples / hosts,
         unique=unique,
-        sent_rows=pool.rows_of_a_part(hosts),
+        sent_rows=unique if hosts == 1 else pool.rows_of(hosts),
         asked=unique + again,
         hbm_rows=hbm_rows,
         ddr_rows=ddr_rows,

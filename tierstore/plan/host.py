@@ -8,16 +8,15 @@ import functools
 import json
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from ..cache.ddr import POLICIES
 from ..layout import RowLayout
-from ..settings.sections import Checked, ConfigError, converted, nearest, option
-from ..system.checks import require_choice
+from ..settings.sections import Checked, converted, nearest, option, read_toml
+from ..system.checks import excerpt, require_choice
 from ..system.files import require_new, write_text
 from ..system.sizes import format_count, format_size
 from .workload import DenseWork, Workload
@@ -25,12 +24,12 @@ from .workload import DenseWork, Workload
 if TYPE_CHECKING:
     from ..dist.placement import RankCosts
 
+_T = TypeVar("_T")
 _MOST: Final = 1e18
+MAX_HOSTS: Final = 1 << 16
 _SECONDS_A_DAY: Final = 86_400.0
 _HOURS_A_MONTH: Final = 24 * 365.25 / 12
 _WARRANTY_YEARS: Final = 5.0  # of drives: those over which their writes a day are rated
-_MAX_BYTES: Final = 1 << 20  # of a host's file
-_MAX_REASON: Final = 200
 _DIVIDED: Final = (
     "ddr_bytes", "page_cache_bytes", "host.processor.flops", "host.ddr.capacity_bytes", "host.ddr.bytes_per_s",
     "host.ddr.row_bytes_per_s", "host.storage.capacity_bytes", "host.storage.reads_per_s",
@@ -56,9 +55,9 @@ class Memory(Checked):
     """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
 
     part: str = ""  # here and below: what it is
-    capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
-    bytes_per_s: float = option(0.0, "read in order, by all cores", low=0, high=_MOST)
-    row_bytes_per_s: float = option(0.0, "read by rows of 256 bytes at random, by all cores", low=0, high=_MOST)
+    capacity_bytes: float = option(1.0, "bytes", low=1, high=_MOST)
+    bytes_per_s: float = option(1.0, "read in order, by all cores", low=1, high=_MOST)
+    row_bytes_per_s: float = option(1.0, "read by rows of 256 bytes at random, by all cores", low=1, high=_MOST)
     watts: float = option(0.0, "in use", low=0)
     usd: float = option(0.0, "price", low=0)
 
@@ -68,12 +67,12 @@ class Storage(Checked):
     """One SSD."""
 
     part: str = ""
-    capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
+    capacity_bytes: float = option(1.0, "bytes", low=1, high=_MOST)
     read_latency_us: float = option(100.0, "of one read of 4 KiB with no other under way", low=0)
     reads_per_s: float = option(1.0, "of 4 KiB at random, many under way", low=1)
     read_bytes_per_s: float = option(1.0, "of large reads", low=1, high=_MOST)
     write_bytes_per_s: float = option(1.0, "of segments, 64 KiB or more, lasting", low=1, high=_MOST)
-    drive_writes_a_day: float = option(1.0, "of its capacity, over the years of its warranty", low=0)
+    drive_writes_a_day: float = option(1.0, "of its capacity, over the years of its warranty", low=1e-6)
     watts: float = option(0.0, "reading at random", low=0)
     usd: float = option(0.0, "price", low=0)
 
@@ -179,9 +178,9 @@ class Host(Checked):
 class Pricing(Checked):
     """Assumptions of money and time."""
 
+    years: float = option(4.0, "years in which hosts are used, and over which they are paid", low=0.01, high=100)
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
-    pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
-    years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
+    pue: float = option(1.3, "watts of the building for each watt of a host", low=1)
 
 
 class Price(NamedTuple):
@@ -203,33 +202,28 @@ def price_of(host: Host, count: int, pricing: Pricing) -> Price:
     return Price(watts, usd, usd / (12 * pricing.years) + power)
 
 
-def first_worn(host: Host) -> Storage:
-    """The drive that is soonest written as often as it is rated for."""
-    return min(host.storage, key=lambda drive: drive.drive_writes_a_day / _wear(drive))
+class Wear(NamedTuple):
+    """Of the drive that wears out first: how often it is written a day, and may be; years until its rating is used up,
+    infinite if nothing is written."""
+
+    writes_a_day: float
+    rated: float
+    years: float
 
 
-def _wear(drive: Storage) -> float:
-    """How fast it is written over, compared with other drives of its host."""
-    return drive.write_bytes_per_s / drive.capacity_bytes
-
-
-def drive_writes_a_day(host: Host, bytes_per_s: float) -> float:
-    """Of the drive that wears out first; drives share what is written as they are fast."""
-    if not bytes_per_s:
-        return 0.0
-    speed = sum(drive.write_bytes_per_s for drive in host.storage)
-    return bytes_per_s * _SECONDS_A_DAY / speed * _wear(first_worn(host))
-
-
-def years_of_life(host: Host, writes_a_day: float) -> float:
-    """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
-    return _WARRANTY_YEARS * first_worn(host).drive_writes_a_day / writes_a_day if writes_a_day else math.inf
+def wear_of(host: Host, bytes_per_s: float) -> Wear:
+    """Drives share what is written as they are fast."""
+    worn, speed = list[Wear](), sum(drive.write_bytes_per_s for drive in host.storage)
+    for drive in host.storage if bytes_per_s else ():
+        writes = bytes_per_s * drive.write_bytes_per_s / speed * _SECONDS_A_DAY / drive.capacity_bytes
+        worn.append(Wear(writes, drive.drive_writes_a_day, _WARRANTY_YEARS * drive.drive_writes_a_day / writes))
+    return min(worn, key=lambda each: each.years, default=Wear(0.0, 0.0, math.inf))
 
 
 @functools.cache
 def example_hosts() -> Mapping[str, Host]:
     """The hosts that ship, by name. Their prices are assumptions."""
-    tables = tomllib.loads(Path(__file__).with_name("hosts.toml").read_text(encoding="utf-8"))
+    tables = read_toml(Path(__file__).with_name("hosts.toml"), "file of hosts")
     costs = tables.pop("costs")
     return {name: converted({**own, "name": name, "costs": costs}, Host, name) for name, own in tables.items()}
 
@@ -253,29 +247,20 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     name = os.fspath(source)
     if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".json", ".toml"):
         if name not in example_hosts():
-            raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
+            raise ValueError(f"there is no host named {excerpt(name)}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
-    path = Path(name)
     try:
-        if path.suffix != ".json":
+        if Path(name).suffix != ".json":
             raise ValueError("a host's file is JSON, as tierstore plan hosts NAME > mine.json gives one to begin with")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not valid JSON: {str(error)[:_MAX_REASON]}") from None
+        document = json.loads(Path(name).read_text(encoding="utf-8"))
         found: Host = converted(document, Host, "a host", is_whole=True)  # a figure left out would be 0
     except OSError as error:
         raise ValueError(f"{name}: cannot be read: {error.strerror or error}") from None
-    except ConfigError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error).removeprefix("a host: ").removeprefix("a host.")
+        begin = "is not valid JSON: " if isinstance(error, UnicodeError | json.JSONDecodeError | RecursionError) else ""
         hint = "; a host's file has all that tierstore plan measure writes: run it again" if "key " in reason else ""
-        raise ValueError(f"{name}: {reason}{hint}") from None
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {begin}{reason}{hint}") from None
     return found
 
 
@@ -316,20 +301,17 @@ class Setup(Choices):
     ddr_bytes: float = option(0.0, "budget for rows, of one host, as ``tierstore.open`` takes it", low=0, high=_MOST)
     hbm_bytes: float = option(0.0, "the same, of the host's one GPU; of training on one host", low=0, high=_MOST)
     page_cache_bytes: float = option(0.0, "of a host's memory: left for pages of the stores' files", low=0, high=_MOST)
-    hosts: int = option(1, "of training: each holds an equal part of the rows; 1: no network", low=1)
+    hosts: int = option(1, "in training each holds an equal part of the rows, in serving all of them", low=1)
     policy: str = "lru"
-    threads: int = option(1, "of the store", low=1)
+    threads: int = option(1, "of a process", low=1)
     cleaning: float = option(1.0, "of a store's cleaning after long training; a new store does less, or none", low=0)
-    replicas: int = option(1, "of serving: hosts, each with all rows, that share the queries", low=1)
     rank_costs: "RankCosts | None" = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice(self.policy, POLICIES, "policy")
-        if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
-            raise ValueError("workers and replicas are for serving; training has hosts")
-        if not self.workload.is_training and self.hosts > 1:
-            raise ValueError("hosts are for training; serving has replicas, as each host that serves has all tables")
+        if self.workload.is_training and self.workers > 1:
+            raise ValueError(f"workers={self.workers}: they are of serving; leave it out to train")
 
     @property
     def of_a_rank(self) -> "Setup":
@@ -348,7 +330,7 @@ class Setup(Choices):
             )
         cores = max(1, self.host.processor.cores // ranks)
         host = replace(self.host, processor=replace(self.host.processor, cores=cores))
-        own: Setup = times(replace(self, host=host), 1 / ranks, *_DIVIDED)
+        own = times(replace(self, host=host), 1 / ranks, *_DIVIDED)
         return replace(own, hosts=self.hosts * ranks, threads=1)  # lookups were measured as they are
 
     @property
@@ -357,36 +339,40 @@ class Setup(Choices):
         return self.host.accelerators[0]
 
     @property
-    def num_hosts(self) -> int:
-        """Of all replicas."""
-        return self.hosts * self.replicas
+    def parts(self) -> int:
+        """Hosts, or ranks, over which the rows and the batch are divided."""
+        return self.hosts if self.workload.is_training else 1
 
 
-def times(value: Any, factor: float, *paths: str) -> Any:
+def default_threads(host: Host, workers: int, *, is_training: bool) -> int:
+    """Of a process that trains, or of each worker that serves, as they take them."""
+    cores = host.processor.cores
+    return cores if is_training else max(1, (cores - 1) // workers)
+
+
+def times(value: _T, factor: float, *paths: str) -> _T:
     """With some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
     for path in paths:
         name, _, rest = path.partition(".")
-        part = getattr(value, name)
+        part: Any = getattr(value, name)
         if isinstance(part, tuple):
             changed: Any = tuple(times(each, factor, rest) for each in part)
         else:
             changed = times(part, factor, rest) if rest else part * factor
-        value = replace(value, **{name: changed})
+        value = replace(value, **{name: changed})  # type: ignore[type-var]
     return value
 
 
-def with_memory(host: Host, memory_bytes: float) -> Host:
-    """With so much memory, whose watts and price follow."""
-    share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
-    found: Host = times(host, share, "ddr.watts", "ddr.usd")
-    return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
-
-
-def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
-    """With these; its name says so where they are fewer than before."""
-    most, left = len(host.accelerators), len(accelerators)
-    name = f"{host.name} with {left} of {most} GPUs" if left < most else host.name
-    return replace(host, name=name, accelerators=accelerators)
+def with_parts(host: Host, *, memory_share: float, drives: int, gpus: int) -> Host:
+    """With so much of its memory, whose watts and price follow, and so many of its drives and GPUs; its name says so
+    where GPUs are fewer."""
+    most = len(host.accelerators)
+    return replace(
+        times(host, memory_share, "ddr.capacity_bytes", "ddr.watts", "ddr.usd"),
+        name=f"{host.name} with {gpus} of {most} GPUs" if gpus < most else host.name,
+        storage=host.storage[:drives],
+        accelerators=host.accelerators[:gpus],
+    )
 
 
 def describe_setup(setup: Setup) -> str:
@@ -398,4 +384,4 @@ def describe_setup(setup: Setup) -> str:
     parts += [f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows"] if setup.hbm_bytes else []
     parts += [format_count(len(host.storage), "SSD")] if host.storage else []
     parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
-    return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"
+    return f"{setup.hosts:,} x {host.name} ({'; '.join(parts)})"

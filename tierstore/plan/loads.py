@@ -6,7 +6,7 @@ batches meanwhile, and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit wha
 for a core that another thread has.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..kernels.threads import MIN_WORK
@@ -82,10 +82,6 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
     return (*own, *_cores(setup, pools, seconds, is_ahead))
 
 
-def _sum(pools: Sequence[PoolLoad], of: Callable[[PoolLoad], float]) -> float:
-    return float(sum(map(of, pools)))
-
-
 def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Iterator[ResourceLoad]:
     """What is done for the batch that is computed. Lookups are pooling, and in training backward and optimizer, by the
     main thread and those it has. On a GPU rows are read to be pooled, each id's; distinct ones are read and written
@@ -101,23 +97,21 @@ def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Itera
         nanoseconds += costs.lookup_ns(**amounts) + (costs.update_ns(**amounts) if workload.is_training else 0.0)
     threads, sharing_s = _sharing(setup, pools)
     lookups_s = 0.0 if in_hbm else nanoseconds * 1e-9 / threads + sharing_s
-    yield ResourceLoad("lookups", lookups_s, _sum(pools, lambda pool: pool.lookups), "ids")
-    flops = workload.dense_flops * workload.batch_samples / setup.hosts * steps
-    if in_hbm:
-        moved = _sum(pools, lambda pool: (pool.lookups + 2 * pool.unique) * pool.layout.row_bytes)
-        memory = setup.gpu.hbm
-        yield ResourceLoad("hbm", moved / (memory.row_bytes_per_s or memory.bytes_per_s), moved, "bytes")
-        yield ResourceLoad("model", flops / setup.gpu.flops, flops, "flops")
-    else:
-        yield ResourceLoad("hbm", 0.0, 0.0, "bytes")
-        yield ResourceLoad("model", sum(dense_s(setup)), flops, "flops")
-    yield _network(setup, pools)
+    yield ResourceLoad("lookups", lookups_s, sum(pool.lookups for pool in pools), "ids")
+    flops = workload.dense_flops * workload.batch_samples / setup.parts * steps
+    moved = sum((pool.lookups + 2 * pool.unique) * pool.layout.row_bytes for pool in pools) if in_hbm else 0.0
+    yield ResourceLoad("hbm", moved / setup.gpu.hbm.row_bytes_per_s if in_hbm else 0.0, moved, "bytes")
+    yield ResourceLoad("model", flops / setup.gpu.flops if in_hbm else sum(dense_s(setup)), flops, "flops")
+    # Each distinct row of a host's batch once, its gradient back, and the dense weights' in a ring.
+    values, weights = sum(pool.sent_rows * pool.layout.dim * _FLOAT_BYTES for pool in pools), weight_bytes(workload)
+    rounds = 2 * (setup.parts - 1) if weights else 0
+    yield _sent(setup, "network", 2 * (values + weights), _TOGETHER * len(pools) + rounds)
 
 
 def _amounts(setup: Setup, pool: PoolLoad) -> Iterator[dict[str, Any]]:
     """Ids, rows and bags that a host works on. Where rows cross, it pools what owners send; as an owner it looks up and
     updates each that it is asked for, as a bag of one id."""
-    if setup.hosts > 1:
+    if setup.parts > 1:
         yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
         yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
     else:
@@ -126,7 +120,7 @@ def _amounts(setup: Setup, pool: PoolLoad) -> Iterator[dict[str, Any]]:
 
 def _sharing(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[int, float]:
     """Threads that share lookups and updates, one for few ids; and seconds of sharing, in which one of them is busy."""
-    enough = max(1, int(_sum(pools, lambda pool: pool.lookups)) // MIN_WORK)
+    enough = max(1, int(sum(pool.lookups for pool in pools)) // MIN_WORK)
     threads = min(setup.threads, setup.host.processor.cores, enough)
     if threads == 1 or setup.hbm_bytes:
         return threads, 0.0
@@ -139,12 +133,11 @@ def dense_s(setup: Setup) -> tuple[float, float, float]:
     with its cores' share of the bandwidth; of its samples. The first two are of a batch, whatever its samples."""
     workload, host, threads = setup.workload, setup.host, _dense_threads(setup)
     part, is_training = threads / host.processor.cores, workload.is_training
-    samples = workload.batch_samples / setup.hosts
+    samples = workload.batch_samples / setup.parts
     starts, values = host.costs.dense_ns(workload.dense, samples=samples, threads=threads, is_training=is_training)
     flops = samples * workload.dense_flops * (TRAINING_FLOPS if is_training else 1)
     read = 0.0 if is_training else max(0.0, weight_bytes(workload) - threads * _CACHED_BYTES)
-    read_s = read / host.ddr.bytes_per_s / part if read else 0.0
-    return 1e-9 * starts, read_s, 1e-9 * values + flops / host.processor.flops / part
+    return 1e-9 * starts, read / host.ddr.bytes_per_s / part, 1e-9 * values + flops / host.processor.flops / part
 
 
 def _dense_threads(setup: Setup) -> int:
@@ -158,45 +151,31 @@ def weight_bytes(workload: Workload) -> float:
     return workload.dense_flops / _FLOPS_PER_WEIGHT * _FLOAT_BYTES
 
 
-def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
-    """Of a host that trains among others, while it computes: each distinct row of its batch once, its gradient back,
-    and the dense weights' in a ring."""
-    hosts, weights = setup.hosts, weight_bytes(setup.workload)
-    if hosts == 1:
-        return ResourceLoad("network", 0.0, 0.0, "bytes")
-    values = _sum(pools, lambda pool: pool.sent_rows * pool.layout.dim * _FLOAT_BYTES)
-    others = (hosts - 1) / hosts
-    sent = others * 2 * (values + weights)
-    return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if weights else 0))
-
-
-def _sent(setup: Setup, name: str, sent_bytes: float, exchanges: int) -> ResourceLoad:
-    network = setup.host.network
-    seconds = sent_bytes / network.bytes_per_s + exchanges * network.latency_us * 1e-6
-    return ResourceLoad(name, seconds, sent_bytes, "bytes")
+def _sent(setup: Setup, name: str, size_bytes: float, exchanges: int) -> ResourceLoad:
+    """Of so many bytes what goes to other hosts, if there are any."""
+    hosts, network = setup.parts, setup.host.network
+    sent = (hosts - 1) / hosts * size_bytes
+    seconds = sent / network.bytes_per_s + exchanges * network.latency_us * 1e-6 if hosts > 1 else 0.0
+    return ResourceLoad(name, seconds, sent, "bytes")
 
 
 def _fetching(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Iterator[ResourceLoad]:
     """What brings rows in. Over hosts ids are sent first. One thread looks ids up in the cache, fetches rows, hands
     them to the tier above, if any; one writes back, as LMDB has one writer."""
-    costs, hosts = setup.host.costs, setup.hosts
-    if hosts == 1:
-        yield ResourceLoad("id exchange", 0.0, 0.0, "bytes")
-    else:
-        sent = (hosts - 1) / hosts * _sum(pools, lambda pool: ID_BYTES * pool.sent_rows)
-        yield _sent(setup, "id exchange", sent, _TOGETHER * len(pools))
-    nanoseconds = _sum(pools, lambda pool: _admitting_ns(setup, pool) + pool.misses * costs.miss_row_ns(pool.layout))
-    nanoseconds += _sum(pools, lambda pool: pool.pages_read * costs.read_ns)
+    costs, sent = setup.host.costs, sum(ID_BYTES * pool.sent_rows for pool in pools)
+    yield _sent(setup, "id exchange", sent, _TOGETHER * len(pools))
+    nanoseconds = sum(_admitting_ns(setup, pool) + pool.misses * costs.miss_row_ns(pool.layout) for pool in pools)
+    nanoseconds += sum(pool.pages_read * costs.read_ns for pool in pools)
     nanoseconds += 1e3 * AHEAD_BATCHES * costs.batch_us if is_ahead else 0.0
-    yield ResourceLoad("cold rows", nanoseconds * 1e-9, _sum(pools, lambda pool: pool.misses), "rows")
-    nanoseconds = 1e3 * costs.transaction_us * _sum(pools, lambda pool: pool.transactions)
+    yield ResourceLoad("cold rows", nanoseconds * 1e-9, sum(pool.misses for pool in pools), "rows")
+    nanoseconds = 1e3 * costs.transaction_us * sum(pool.transactions for pool in pools)
     for pool in pools:
         nanoseconds += (pool.rows_written + _MOVED_AS * pool.rows_moved) * costs.append_row_ns(pool.layout)
-    yield ResourceLoad("write-back", nanoseconds * 1e-9, _sum(pools, lambda pool: pool.rows_written), "rows")
+    yield ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.rows_written for pool in pools), "rows")
 
 
 def _admitting_ns(setup: Setup, pool: PoolLoad) -> float:
-    costs, is_sharded = setup.host.costs, setup.hosts > 1
+    costs, is_sharded = setup.host.costs, setup.parts > 1
     if setup.hbm_bytes:  # a row that comes up, and in training one that goes down
         copying = costs.admission_ns(ids=1, rows=1) + 2 * costs.byte_ns * pool.layout.row_bytes
         return pool.hbm_misses * 2 * copying
@@ -214,31 +193,30 @@ def _devices(setup: Setup, pools: Sequence[PoolLoad]) -> Iterator[ResourceLoad]:
     their bytes, whichever take longer, and writes of segments. DDR: rows that the cores read and write, at random."""
     moved, in_hbm, passes = 0.0, bool(setup.hbm_bytes), 2 * setup.workload.is_training
     if in_hbm:
-        moved = _sum(pools, lambda pool: pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES)
+        moved = sum(pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES for pool in pools)
     link = setup.gpu.pcie if in_hbm else None
     yield ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us if link else 0.0, moved, "bytes")
     drives, written = setup.host.storage, written_bytes(pools)
-    pages, segments = _sum(pools, lambda pool: pool.pages_read), _sum(pools, lambda pool: pool.segments_cleaned)
+    pages, segments = sum(pool.pages_read for pool in pools), sum(pool.segments_cleaned for pool in pools)
     seconds = 0.0
     if pages + segments:
-        size = _sum(pools, lambda pool: pool.pages_read * pool.layout.page_bytes)
-        size += _sum(pools, lambda pool: pool.segments_cleaned * segment_bytes(pool.layout))
+        size = sum(pool.pages_read * pool.layout.page_bytes for pool in pools)
+        size += sum(pool.segments_cleaned * segment_bytes(pool.layout) for pool in pools)
         by_count = (pages + segments) / sum(drive.reads_per_s for drive in drives)
         seconds = max(by_count, size / sum(drive.read_bytes_per_s for drive in drives)) + read_latency_s(setup, pools)
     yield ResourceLoad("ssd reads", seconds, pages + segments, "reads")
     writes_s = written / sum(drive.write_bytes_per_s for drive in drives) if written else 0.0
     yield ResourceLoad("ssd writes", writes_s, written, "bytes")
-    memory, moved = setup.host.ddr, 0.0
+    moved = 0.0
     for pool in pools:
         own = 2 * pool.hbm_misses if in_hbm else pool.lookups + passes * pool.unique
         moved += (own + pool.misses) * pool.layout.row_bytes
-    speed = memory.row_bytes_per_s or memory.bytes_per_s
-    yield ResourceLoad("ddr", moved / speed if speed else 0.0, moved, "bytes")
+    yield ResourceLoad("ddr", moved / setup.host.ddr.row_bytes_per_s, moved, "bytes")
 
 
 def read_latency_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of the last page that a batch reads, which nothing hides, if there is one."""
-    pages = min(1.0, _sum(pools, lambda pool: pool.pages_read))
+    pages = min(1.0, sum(pool.pages_read for pool in pools))
     return pages * max((drive.read_latency_us for drive in setup.host.storage), default=0.0) * 1e-6
 
 
@@ -270,7 +248,7 @@ def _of_ranks(
     from ..dist.placement.costs import amounts_of, group_of
     from ..dist.plan import Sharding
 
-    costs, ranks, lookups_s, network_s = setup.rank_costs, setup.hosts, 0.0, 0.0
+    costs, ranks, lookups_s, network_s = setup.rank_costs, setup.parts, 0.0, 0.0
     assert costs is not None
     over_all = Sharding("row_wise", tuple(range(ranks)))
     for pool in pools:

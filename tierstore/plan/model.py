@@ -1,19 +1,21 @@
 """The prediction: what a setup would do with a demand, and with a tenth more of each resource. docs/planning/model.md
 has the formulas.
 
-Latency of queries is by simulation of their queue: they come at random times (a Poisson process), wait in order, and
-are answered by executors that each take what waits, as far as a batch holds it, in a time that grows with its samples.
+Latency of queries is by simulation of a worker's queue: they come at random times (a Poisson process) and wait in
+order; the worker takes what waits, as far as a batch holds it. Workers share a port, not a queue: each has an equal
+part of the queries.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from ..cache.ddr import POLICIES, resolve_policy
+from ..cache.ddr import resolve_policy
 from ..io.log import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
@@ -22,8 +24,8 @@ from ..kernels.jit import kernel
 from ..layout import RowLayout
 from ..system.checks import excerpt
 from ..system.sizes import format_size
-from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, segment_bytes
-from .host import LIBRARY_BYTES, PARENT_BYTES, PROCESS_BYTES, Price, Pricing, Setup, drive_writes_a_day, price_of, times
+from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, pool_rows, segment_bytes
+from .host import LIBRARY_BYTES, PARENT_BYTES, PROCESS_BYTES, Price, Pricing, Setup, Wear, price_of, times, wear_of
 from .loads import (
     DRIVES,
     SHARED,
@@ -40,6 +42,7 @@ from .loads import (
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
+_SELDOM: Final = 1e-6  # of the most that could be answered: of fewer none waits
 SEGMENT_BYTES: Final = 50  # of the map of rows, for each segment
 _STEP: Final = 0.1
 TierName = Literal["hbm", "ddr", "ssd"]
@@ -53,22 +56,22 @@ class Latency(NamedTuple):
     p99_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Queue:
-    """Executors, and the time that they need."""
+class Queue(NamedTuple):
+    """Of one worker: the time that it needs."""
 
-    base_s: float  # of a batch, whatever its samples
-    sample_s: float  # of each of its samples
-    sizes: tuple[float, ...] = (1.0,)  # samples of a query, each entry as likely as any other
-    executors: int = 1
-    batch_samples: float = 1.0  # most samples of a batch of several queries; 1: every query is a batch of its own
+    batch_s: float  # of a batch, whatever its queries
+    query_s: float  # of each of its queries
+    batch_queries: int  # at most
+
+    @property
+    def alone_s(self) -> float:
+        """Of a query that meets no other."""
+        return self.batch_s + self.query_s
 
     @property
     def rate_max(self) -> float:
         """Queries a second that could be answered were there always some waiting."""
-        together = _queries_a_batch(self.sizes, float(self.batch_samples))
-        busy = self.base_s / together + self.sample_s * float(np.mean(self.sizes))
-        return self.executors / busy if busy else math.inf
+        return 1 / (self.batch_s / self.batch_queries + self.query_s)
 
 
 class TierLoad(NamedTuple):
@@ -93,34 +96,28 @@ class Prediction:
     loads: tuple[ResourceLoad, ...]
     lanes: tuple[Lane, ...]  # the longest first; a step takes as long as that
     bottleneck: str
-    drive_writes_a_day: float  # of the most worn drive
+    wear: Wear
     price: Price
     is_in_memory: bool = False  # every row has a place in DDR or HBM, and the drives are not read
     latency: Latency | None = None  # None for training, and where no rate is asked for
-    queue: Queue | None = None  # of one replica that serves; None for training
+    queue: Queue | None = None  # of each worker that serves; None for training
+
+    @property
+    def rate_max(self) -> float:
+        """Steps a second of all hosts, or queries that they could answer."""
+        return self.samples_per_s / self.setup.workload.batch_samples
 
 
-def predict(
-    setup: Setup,
-    demand: Demand,
-    *,
-    queries_per_s: float | None = None,
-    pricing: Pricing | None = None,
-) -> Prediction:
+def predict(setup: Setup, demand: Demand, *, pricing: Pricing | None = None) -> Prediction:
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
-    ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
-
-    Args:
-        demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
-        queries_per_s: of serving, to all replicas: for the latency.
-    """
-    if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
+    Layouts are the setup's, so that another dtype needs no other demand. ValueError: the setup does not fit its host,
+    or the demand is not of its policy and tables."""
+    if resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
-    own = demand.laid_out(setup.workload)
     rank = setup.of_a_rank
-    if reason := misfit(rank, own):
+    if reason := misfit(rank, demand):
         raise ValueError(reason)
-    pools = pool_loads(rank, own)
+    pools = pool_loads(rank, demand)
     # Rows of later batches come in meanwhile only if they can stay pinned until they are used.
     is_training = setup.workload.is_training
     is_ahead = is_training and setup.prefetch_depth > 0 and all(pool.keeps_two for pool in pools)
@@ -130,27 +127,18 @@ def predict(
     step_s, samples = lanes[0].seconds, setup.workload.batch_samples
     if not step_s:
         raise ValueError(f"nothing takes time on host {excerpt(setup.host.name)}: its costs are 0; measure them")
-    queue, latency, batches_per_s = None, None, 1 / step_s
+    queue, batches_per_s = None, 1 / step_s
     if not is_training:
         # A query keeps its worker busy while all workers are, and wait for drives and cores that they share.
-        shared = (sum(seconds[name] for name in DRIVES), *(seconds[name] for name in SHARED))
-        busy_s = max(step_s, setup.workers * max(shared))
-        fixed = seconds["batch"] + sum(dense_s(setup)[:2]) + read_latency_s(setup, pools)
-        queue = Queue(
-            base_s=fixed,
-            sample_s=(busy_s - fixed) / samples,
-            sizes=(float(samples),),
-            executors=setup.workers,
-            batch_samples=float(setup.batch_samples_max),
-        )
-        batches_per_s = setup.replicas * queue.rate_max
-        # Queries that wait share what a batch takes whatever its samples.
-        saved = 1 - 1 / _queries_a_batch(queue.sizes, queue.batch_samples)
-        for name, shared_s in (("batch", seconds["batch"]), ("model", sum(dense_s(setup)[:2]))):
-            seconds[name] -= saved * shared_s
-        if queries_per_s is not None:
-            latency = latency_at(queue, queries_per_s / setup.replicas)._replace(queries_per_s=queries_per_s)
-    prices = pricing or Pricing()
+        starts_s, latency_s = sum(dense_s(setup)[:2]), read_latency_s(setup, pools)
+        shared = (sum(seconds[name] for name in DRIVES) - latency_s, *(seconds[name] for name in SHARED))
+        busy_s, fixed = max(step_s, setup.workers * max(shared)), seconds["batch"] + starts_s + latency_s
+        together = max(1, setup.batch_samples_max // samples)
+        queue = Queue(fixed, busy_s - fixed, together)
+        batches_per_s = setup.hosts * setup.workers * queue.rate_max
+        # Queries that wait share what a batch takes whatever its queries.
+        seconds["batch"] /= together
+        seconds["model"] -= (1 - 1 / together) * starts_s
     return Prediction(
         setup=setup,
         step_s=step_s,
@@ -159,12 +147,19 @@ def predict(
         loads=loads,
         lanes=lanes,
         bottleneck=bottleneck_of(lanes, seconds),
-        drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s),
-        price=price_of(setup.host, setup.num_hosts, prices),
+        wear=wear_of(rank.host, written_bytes(pools) / step_s),
+        price=price_of(setup.host, setup.hosts, pricing or Pricing()),
         is_in_memory=all(pool.is_in_memory for pool in pools),
-        latency=latency,
         queue=queue,
     )
+
+
+def at_rate(found: Prediction, queries_per_s: float) -> Prediction:
+    """With the latency of so many queries to all hosts; of training, or none of them, itself."""
+    if found.queue is None or not queries_per_s:
+        return found
+    own = latency_at(found.queue, queries_per_s / found.setup.hosts / found.setup.workers)
+    return replace(found, latency=own._replace(queries_per_s=queries_per_s))
 
 
 def why_no_gpu(setup: Setup) -> str:
@@ -189,32 +184,31 @@ def misfit(setup: Setup, demand: Demand) -> str:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     memory = setup.ddr_bytes + setup.page_cache_bytes + processes_bytes(setup, demand)
     if memory > host.ddr.capacity_bytes:
-        return _too_little("memory", memory, host.ddr.capacity_bytes)
+        return _too_little("memory for rows, page cache and processes", memory, host.ddr.capacity_bytes)
     stored = sum(FILE_SHARE * segments * segment_bytes(layout) for layout, _, segments in _segments(setup, demand))
     capacity = sum(drive.capacity_bytes for drive in host.storage)
     if stored > capacity:
         return _too_little("SSD", stored, capacity)
-    if any(not drive.capacity_bytes for drive in host.storage):
-        return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
     return ""
 
 
 def _segments(setup: Setup, demand: Demand) -> list[tuple[RowLayout, int, float]]:
     """Rows that a host has of each layout, and segments of them: in training of two versions, each with its slack."""
-    rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
+    kinds = [*pool_rows(setup, demand), (ID_LAYOUT, -(-setup.workload.id_rows // setup.parts))]
     versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1
-    kinds = [(layout, -(-count // setup.hosts)) for layout, count in rows if count]
-    return [(layout, count, versions * count / layout.rows_per_segment) for layout, count in kinds]
+    return [(layout, count, versions * count / layout.rows_per_segment) for layout, count in kinds if count]
 
 
 def processes_bytes(setup: Setup, demand: Demand) -> float:
     """Memory of a host's processes beside cached rows: the libraries; in each process itself, the dense weights, and
-    the map of all rows, in which each takes as many bytes as the widest place; and the parent of several workers."""
+    the map of all rows, in which each takes as many bytes as the widest place; and the parent of several workers. Of a
+    rank, its part of the libraries that the ranks of its host share."""
     kinds = _segments(setup, demand)
     wide = max(place_type(geometry(layout, 0), [math.ceil(each)], NARROW).itemsize for layout, _, each in kinds)
     maps = sum(wide * count + SEGMENT_BYTES * math.ceil(segments) for _, count, segments in kinds)
     processes = setup.workers * (PROCESS_BYTES + weight_bytes(setup.workload) + maps)
-    return LIBRARY_BYTES + processes + (PARENT_BYTES if setup.workers > 1 else 0)
+    libraries = LIBRARY_BYTES / (setup.rank_costs.local_world_size if setup.rank_costs else 1)
+    return libraries + processes + (PARENT_BYTES if setup.workers > 1 else 0)
 
 
 def _too_little(what: str, wanted: float, found: float) -> str:
@@ -249,13 +243,15 @@ class Marginal(NamedTuple):
 
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     """Of a tenth more of each resource, and of a core more, all else staying; the best first. More memory is used, by
-    rows or as page cache, and so are more cores of serving, by another worker. Raises: as ``predict``."""
+    rows or as page cache, and so are more cores of serving, by another worker, which brings its memory. Raises: as
+    ``predict``."""
     before = predict(setup, demand).samples_per_s
     found = []
     for resource, changed in _changes(setup):
         added = changed.host.processor.cores - setup.host.processor.cores
-        more = (predict(changed, demand).samples_per_s - before) / max(1, added)
-        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
+        with contextlib.suppress(ValueError):  # more HBM may leave DDR too little
+            more = (predict(changed, demand).samples_per_s - before) / max(1, added)
+            found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
     return tuple(sorted(found, key=lambda each: -each.samples_per_s))
 
 
@@ -263,10 +259,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     """(resource, setup with more of it)."""
     host, processor = setup.host, setup.host.processor
 
-    def more(*paths: str) -> Setup:
-        found: Setup = times(setup, 1 + _STEP, *paths)
-        return found
-
+    more = partial(times, setup, 1 + _STEP)
     for resource, field in (("DDR", "ddr_bytes"), ("page cache", "page_cache_bytes")):
         if size := _STEP * getattr(setup, field):
             larger = replace(host, ddr=replace(host.ddr, capacity_bytes=host.ddr.capacity_bytes + size))
@@ -274,7 +267,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     yield "SSD reads", more("host.storage.reads_per_s", "host.storage.read_bytes_per_s")
     yield "SSD writes", more("host.storage.write_bytes_per_s")
     yield "DDR bandwidth", more("host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s")
-    if setup.hosts > 1:
+    if setup.parts > 1:
         yield "network", more("host.network.bytes_per_s")
     if setup.hbm_bytes:
         hbm = "host.accelerators.hbm"
@@ -287,49 +280,38 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     added = 1 if is_training else setup.threads
     grown = replace(processor, cores=cores + added, flops=processor.flops * (cores + added) / cores)
     larger = replace(times(host, 2, "ddr.capacity_bytes"), processor=grown)
-    threads = setup.threads + (is_training and setup.threads >= cores)
-    yield "cores", replace(setup, host=larger, threads=threads, workers=setup.workers + (not is_training))
-
-
-@lru_cache(maxsize=64)
-def _queries_a_batch(sizes: tuple[float, ...], batch_samples: float) -> float:
-    """The mean while there are always some waiting: the first that does not fit ends a batch, however full that is."""
-    drawn = np.random.default_rng(0).choice(sizes, NUM_QUERIES)
-    num_batches, nothing = np.zeros(1), np.zeros(NUM_QUERIES)
-    _serve(nothing, drawn, 1.0, 0.0, batch_samples, num_batches, np.empty(NUM_QUERIES))
-    return float(NUM_QUERIES / num_batches[0])
+    threads, workers = setup.threads + (is_training and setup.threads >= cores), setup.workers + (not is_training)
+    ddr = setup.ddr_bytes * workers / setup.workers
+    yield "cores", replace(setup, host=larger, threads=threads, workers=workers, ddr_bytes=ddr)
 
 
 def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Float64s:
-    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival: the same queries
-    at every rate, and the same gaps but for their scale. ValueError: the rate is not more than 0."""
+    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival: the same gaps at
+    every rate, but for their scale. ValueError: the rate is not more than 0."""
     if not queries_per_s > 0 or not math.isfinite(queries_per_s):
         raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
-    generator = np.random.default_rng(0)
-    arrivals = np.cumsum(generator.standard_exponential(num_queries)) / queries_per_s
-    sizes = np.array(queue.sizes, np.float64)[generator.integers(0, len(queue.sizes), num_queries)]
-    waited, free = np.empty(num_queries), np.zeros(queue.executors)
-    _serve(arrivals, sizes, queue.base_s, queue.sample_s, float(queue.batch_samples), free, waited)
+    waited = np.empty(num_queries)
+    _serve(_arrivals(num_queries) / queries_per_s, *queue, waited)
     return waited
 
 
+@lru_cache(maxsize=2)
+def _arrivals(num_queries: int) -> Float64s:
+    """At one query a second."""
+    return np.cumsum(np.random.default_rng(0).standard_exponential(num_queries))
+
+
 @kernel
-def _serve(
-    arrivals: Any, sizes: Any, base_s: float, sample_s: float, batch_samples: float, free: Any, waited: Any
-) -> None:
-    """``free``: when each executor has done what it took."""
-    first = 0
+def _serve(arrivals: Any, batch_s: float, query_s: float, batch_queries: int, waited: Any) -> None:
+    first, free = 0, 0.0
     while first < arrivals.size:
-        executor = np.argmin(free)
-        start = max(free[executor], arrivals[first])
-        samples = sizes[first]
+        start = max(free, arrivals[first])
         stop = first + 1
-        while stop < arrivals.size and arrivals[stop] <= start and samples + sizes[stop] <= batch_samples:
-            samples += sizes[stop]
+        while stop < arrivals.size and arrivals[stop] <= start and stop - first < batch_queries:
             stop += 1
-        free[executor] = start + base_s + sample_s * samples
+        free = start + batch_s + query_s * (stop - first)
         for query in range(first, stop):
-            waited[query] = free[executor] - arrivals[query]
+            waited[query] = free - arrivals[query]
         first = stop
 
 
@@ -337,14 +319,6 @@ def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUE
     """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry."""
     if queries_per_s >= queue.rate_max:
         return Latency(queries_per_s, math.inf, math.inf)
-    found = latencies(queue, queries_per_s, num_queries=num_queries)
-    return _percentiles(queries_per_s, found[int(len(found) * _WARM_SHARE) :])
-
-
-def latency_alone(queue: Queue) -> Latency:
-    """Of queries so rare that none waits."""
-    return _percentiles(0.0, queue.base_s + queue.sample_s * np.array(queue.sizes))
-
-
-def _percentiles(queries_per_s: float, seconds: Float64s) -> Latency:
-    return Latency(queries_per_s, *np.quantile(seconds, (0.5, 0.99), method="higher").tolist())
+    found = latencies(queue, max(queries_per_s, _SELDOM * queue.rate_max), num_queries=num_queries)
+    settled = found[int(num_queries * _WARM_SHARE) :]
+    return Latency(queries_per_s, *np.quantile(settled, (0.5, 0.99), method="higher").tolist())

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,30 +20,30 @@ from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.checks import excerpt
 from ..system.files import write_text
 from ..system.sizes import format_size, parse_size
-from .curves import MissRatioCurve, curve
+from .curves import MissRatioCurve
 from .demand import Demand, pool_loads
 from .host import (
+    MAX_HOSTS,
     REQUEST_BATCHES,
     SERVED_BATCHES,
     Choices,
     Host,
     Pricing,
     Setup,
+    default_threads,
     describe_setup,
     example_hosts,
-    first_worn,
     load_host,
-    years_of_life,
 )
-from .model import Marginal, Prediction, marginal_values, predict, why_no_gpu
+from .model import Marginal, Prediction, at_rate, marginal_values, predict, why_no_gpu
 from .search import Attempt, SearchSpace, Target, lacks, search
 from .traces import Accesses, read_accesses
 from .workload import OF_RUNS, Assumption, Workload, WorkloadSection, assumptions, workload_of
 
+_T = TypeVar("_T")
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
 _FULL: Final = 0.9  # of a memory: more, and the system has little left
 _LONG_TRACE: Final = 20  # batches: with fewer, most of what a trace has are first uses
-_MAX_HOSTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class SetupSection(Choices):
         0,
         "in training each holds an equal part of the rows, in serving all; 0: one, or what the search finds",
         low=0,
-        high=_MAX_HOSTS,
+        high=MAX_HOSTS,
     )
     policy: Literal["auto", "lru", "lfu", "tinylfu"] = option(
         "auto", "which rows leave memory first: auto, lru, lfu or tinylfu"
     )
-    threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
+    threads: int = option(0, "of a process; 0: all cores, in serving all but one over the workers", low=0, high=1 << 16)
     rank_costs: str = option(
         "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
     )
@@ -124,8 +124,8 @@ def load(path: str | Path | None, overrides: Iterable[Override] = ()) -> PlanFil
 
 
 def hosts_of(asked: PlanFile, *, is_training: bool) -> tuple[Host, ...]:
-    """The host, or all examples that may be of use, and those that the search compares with it. ValueError: one setup
-    has no host."""
+    """The host, or all examples that may be of use, and those that a search compares with it. ValueError: one setup has
+    no host."""
     section = asked.host
     if section.name or section.file:
         own = [load_host(section.name or Path(section.file))]
@@ -133,7 +133,7 @@ def hosts_of(asked: PlanFile, *, is_training: bool) -> tuple[Host, ...]:
         raise ConfigError(f"host.name = '': give one of {', '.join(example_hosts())}; or host.file")
     else:
         own = [host for host in example_hosts().values() if is_training or not host.accelerators]
-    return *own, *map(load_host, section.others)
+    return *own, *(() if asked.is_fixed else map(load_host, section.others))
 
 
 def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
@@ -141,13 +141,12 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     from ..dist.placement import RankCosts
 
     section, memory = asked.setup, int(host.ddr.capacity_bytes)
-    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
+    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=memory))  # of no GPU any is an error
 
     def size(key: str, of_bytes: int) -> int:
         given = getattr(section, key) or 0
         return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
 
-    counts: dict[str, Any] = {"hosts" if workload.is_training else "replicas": max(1, section.hosts)}
     return Setup(
         workload=workload,
         host=host,
@@ -155,9 +154,10 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         hbm_bytes=size("hbm", hbm),
         page_cache_bytes=size("page_cache", memory),
         policy=section.policy,
-        threads=section.threads or host.processor.cores,
-        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
-        **counts | {each.name: getattr(section, each.name) for each in fields(Choices)},
+        threads=section.threads or default_threads(host, section.workers, is_training=workload.is_training),
+        rank_costs=_read("setup.rank_costs", section.rank_costs, RankCosts.load),
+        hosts=max(1, section.hosts),
+        **{each.name: getattr(section, each.name) for each in fields(Choices)},
     )
 
 
@@ -205,35 +205,33 @@ def plan(asked: PlanFile, *, progress: Callable[[int, int], None] | None = None)
     file names is not there or cannot be; says what is wrong and what to do."""
     target = asked.target
     workload = workload_of(asked.workload, is_training=target.samples_per_s > 0)
+    target.check(workload)
     hosts = hosts_of(asked, is_training=workload.is_training)
-    if target.queries_per_s and workload.is_training:
-        raise ConfigError(
-            f"target.queries_per_s = {target.queries_per_s:g}: the workload trains, with {workload.optimizer}; set "
-            'workload.optimizer = "none" to plan serving, or ask for samples_per_s'
-        )
-    accesses = _accesses(asked.trace.path)
+    accesses = _read("trace.path", asked.trace.path, read_accesses)
     if accesses is None:
         demand = Demand.analytic(workload, asked.setup.policy)
     else:  # it says what tables were assumed to do
         workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
-        depth = asked.setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
-        make_curve = functools.partial(curve, prefetch_depth=depth)
-        demand = Demand.from_accesses(workload, accesses, asked.setup.policy, make_curve=make_curve)
+        setup = asked.setup if asked.is_fixed else SetupSection()
+        depth = setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
+        demand = Demand.from_accesses(workload, accesses, asked.setup.policy, prefetch_depth=depth)
     result = PlanResult(
         asked=asked,
         hosts=tuple(host.name for host in hosts),
         assumptions=(*assumptions(workload), *_assumed_of_hosts(asked, hosts[0], workload)),
         sources=tuple(_sources(asked, accesses)),
+        warnings=tuple(_of_other_batches(accesses, workload)),
         **_attempts(asked, workload, demand, hosts, progress),
     )
     return result if result.prediction is None else _shown(result, result.prediction, demand)
 
 
-def _accesses(path: str) -> Accesses | None:
+def _read(key: str, path: str, read: Callable[[str], _T]) -> _T | None:
+    """What is in a file, if one is named. ConfigError names the key."""
     try:
-        return read_accesses(path) if path else None
+        return read(path) if path else None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"trace.path = {excerpt(path)}: {error}; or leave trace.path out") from None
+        raise ConfigError(f"{key} = {excerpt(path)}: {error}; or leave {key} out") from None
 
 
 def _attempts(
@@ -242,44 +240,44 @@ def _attempts(
 ) -> dict[str, Any]:  # fmt: skip
     """Fields of the result: what was predicted or found."""
     if asked.is_fixed:
-        given, rate = setup_of(asked, workload, hosts[0]), asked.target.queries_per_s or None
-        return {"attempts": (Attempt(given, predict(given, demand, queries_per_s=rate, pricing=asked.pricing)),)}
-    counts = (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
-    space = replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=counts)
+        given = setup_of(asked, workload, hosts[0])
+        found = at_rate(predict(given, demand, pricing=asked.pricing), asked.target.queries_per_s)
+        return {"attempts": (Attempt(given, found),)}
+    space = replace(asked.search, hosts=(asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts)
     look = functools.partial(search, workload, demand, hosts, asked.target, pricing=asked.pricing)
-    found = look(space=space, progress=progress)
+    result = look(space=space, progress=progress)
     in_memory = None if space.in_memory else look(space=replace(space, in_memory=True)).attempts[0]
-    return {"attempts": found.attempts, "missed": found.missed, "in_memory": in_memory}
+    return {"attempts": result.attempts, "missed": result.missed, "in_memory": in_memory}
 
 
 def _shown(result: PlanResult, best: Prediction, demand: Demand) -> PlanResult:
     """With what supports the prediction."""
     setup, shown = best.setup, []
-    demand = demand.laid_out(setup.workload)
     for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
-        held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
+        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {load.layout.dim}"
+        held = float(setup.parts * (load.hbm_rows + load.ddr_rows))
         shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
     return replace(
         result,
         curves=tuple(shown),
         marginals=marginal_values(setup, demand),
-        warnings=tuple(dict.fromkeys(_warnings(result.asked, best, demand))),
+        warnings=tuple(dict.fromkeys((*result.warnings, *_warnings(result.asked, best, demand)))),
         sources=(*result.sources, f"host: {setup.host.source or setup.host.name}"),
     )
 
 
 def _assumed_of_hosts(asked: PlanFile, host: Host, workload: Workload) -> Iterator[Assumption]:
-    terms = asked.pricing
+    if asked.target.queries_per_s and not asked.target.p99_ms:
+        yield Assumption("target.p99_ms", "queries may wait as long as they do")
     if not asked.host.file:
         yield Assumption("host.file", "hosts: prices of 2024, makers' figures, costs of an EPYC's core")
     if not workload.is_training:
         request_us, batch_us = (times * host.costs.batch_us for times in (REQUEST_BATCHES, SERVED_BATCHES))
         text = f"costs.batch_us: {request_us:,.0f} µs of a core for a request, {batch_us:,.0f} for a batch"
         yield Assumption("host.file", text)
-    yield Assumption("pricing.years", f"hosts are bought over {terms.years:g} years")
-    yield Assumption("pricing.usd_per_kwh", f"power: ${terms.usd_per_kwh:g} a kWh")
-    yield Assumption("pricing.pue", f"power of the building: {terms.pue:g} W for each of a host")
+    for each in fields(Pricing):
+        if (value := getattr(asked.pricing, each.name)) == each.default:
+            yield Assumption(f"pricing.{each.name}", f"{each.metadata['help']}: {value:g}")
 
 
 def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterator[str]:
@@ -301,15 +299,35 @@ def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterat
     if setup.host.accelerators and not setup.hbm_bytes:
         train = "" if why_no_gpu(setup) else "set setup.hbm to train on one, or "
         yield f"the host's GPUs are not used: {train}give a host file without them"
-    if setup.host.storage and (written := prediction.drive_writes_a_day) > first_worn(setup.host).drive_writes_a_day:
-        rated, months = first_worn(setup.host).drive_writes_a_day, 12 * years_of_life(setup.host, written)
-        yield f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
+    written, rated, years = prediction.wear
+    if written > rated:
+        text = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}"
+        yield f"{text}, and last {12 * years:.3g} months"
     if prediction.price.usd == 0:
         yield "no part has a price, so nothing is said of money"
     yield from (pool.curve.warning for pool in demand.pools if pool.curve.warning)
-    for name, value in () if asked.is_fixed else vars(asked.setup).items():
-        if name not in _SEARCHED and value != getattr(SetupSection(), name):
-            yield f"the search does not heed setup.{name}; give setup.ddr too to predict one setup"
+    yield from _unheeded(asked)
+
+
+def _of_other_batches(accesses: Accesses | None, workload: Workload) -> Iterator[str]:
+    traced, own = accesses.batch_samples if accesses else 0, workload.batch_samples
+    if traced not in (0, own):
+        yield (
+            f"the trace's batches have {traced:,} samples, the workload's {own:,} (workload.batch_samples): a batch is "
+            "predicted to look up what the trace's do"
+        )
+
+
+def _unheeded(asked: PlanFile) -> Iterator[str]:
+    """What was given in vain."""
+    if asked.is_fixed:
+        given, why = {"host.others": asked.host.others, "[search]": asked.search != SearchSpace()}, "setup.ddr is given"
+        cure = "leave setup.ddr out to search"
+    else:
+        others = {name: value for name, value in vars(asked.setup).items() if name not in _SEARCHED}
+        given = {f"setup.{name}": value != getattr(SetupSection(), name) for name, value in others.items()}
+        why, cure = "the search decides it", "give setup.ddr too to predict one setup"
+    yield from (f"{name} is not heeded, as {why}; {cure}" for name, is_given in given.items() if is_given)
 
 
 def _sources(asked: PlanFile, accesses: Accesses | None) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """A plan as text and as a page: the same sections, the answer first, and on the page its curves."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -8,13 +9,13 @@ import numpy as np
 
 from ..report import Line, Section, Step, figure, page_of, text_of
 from ..system.sizes import format_count, format_size
-from .host import describe_setup, first_worn
+from .host import describe_setup
 from .loads import in_words
 from .model import Prediction
 from .planning import PlanResult, ShownCurve
 
-_SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
-_DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1.0, ""))
+_DURATIONS: Final = ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs"), (1e-9, " ns"))
 _MAX_NAME: Final = 60
 _RULE: Final = "Lines work side by side, indented parts one after another: the longest line is the time."
 _NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
@@ -37,20 +38,19 @@ def significant(value: float, digits: int = 3) -> str:
 
 def count(value: float) -> str:
     """Whole below ten thousand or so, then scaled: 12345678 -> "12.3 M"."""
-    for scale, unit in _SCALES:
-        if abs(value) >= scale and math.isfinite(value):
-            return significant(value / scale) + unit
-    return f"{value:,.0f}" if abs(value) >= 100 and math.isfinite(value) else significant(value)
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else _scaled(value, _SCALES)
 
 
 def duration(seconds: float) -> str:
     """In the largest unit of which there is one: 0.00123 -> "1.23 ms"."""
-    for scale, unit in _DURATIONS:
-        if abs(seconds) >= scale and math.isfinite(seconds):
-            return f"{significant(seconds / scale)} {unit}"
-    if not math.isfinite(seconds):
-        return significant(seconds)
-    return f"{significant(seconds * 1e9)} ns" if seconds else "0 s"
+    return _scaled(seconds, _DURATIONS) if seconds else "0 s"
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    if not math.isfinite(value):
+        return significant(value)
+    scale, unit = next((each for each in units if abs(value) >= each[0]), units[-1])
+    return f"{significant(value / scale)}{unit}"
 
 
 def share(part: float, digits: int = 1) -> str:
@@ -98,10 +98,11 @@ def sections_of(result: PlanResult) -> list[Section]:
         Section("Assumed", [], [("set by --set", ""), *result.assumptions], is_text_last=True),
     ]
     if prediction is not None:
+        process = "rank" if prediction.setup.rank_costs else "host"
         found += [
             Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True),
             Section("What more of one resource would bring", *_marginals(result, prediction)),
-            Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
+            Section(f"Tiers of a {process}, in one {step}", *_tiers(prediction)),
         ]
     found.append(Section("Figures come from", [f"- {text}" for text in result.sources]))
     return [
@@ -115,7 +116,8 @@ def _answer(found: Prediction) -> str:
     """Samples a second; of serving what its queries wait."""
     price, latency = found.price, found.latency
     if latency is None:
-        speed = f"{count(found.samples_per_s)} samples/s, {duration(found.step_s)} a step"
+        step = "step" if found.setup.workload.is_training else "query"
+        speed = f"{count(found.samples_per_s)} samples/s, {duration(found.step_s)} a {step}"
     elif math.isinf(latency.p99_s):
         speed = f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
     else:
@@ -137,7 +139,7 @@ def _machines(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
     lines, memory = [], result.in_memory
     for each in (*result.attempts, *((memory,) if memory is not None and not memory.reason else ())):
         setup, found = each.setup, each.prediction
-        name = f"{setup.num_hosts} x {setup.host.name}"
+        name = f"{setup.hosts} x {setup.host.name}"
         name += "" if setup.workload.dtype == result.attempts[0].setup.workload.dtype else f", {setup.workload.dtype}"
         parts = (format_size(setup.host.ddr.capacity_bytes), str(setup.workers))
         figures, bound = ("-", "-", "-"), ["does not fit"]
@@ -199,10 +201,9 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
             rows.append(("page cache", cache, "-", count(lookups), share(tier.hit_rate, 2)))
             lookups *= 1 - tier.hit_rate
         rows.append(("SSD", size, count(tier.rows), count(lookups), "-"))
-    if not (written := prediction.drive_writes_a_day):
-        return [], rows
-    rated = significant(first_worn(prediction.setup.host).drive_writes_a_day)
-    return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"], rows
+    written, rated = map(significant, prediction.wear[:2])
+    text = f"the SSD that wears out first is written {written} times a day, rated for {rated}"
+    return [text] if prediction.wear.writes_a_day else [], rows
 
 
 def describe(result: PlanResult, *, details: bool = True) -> str:

@@ -38,6 +38,7 @@ class Accesses(NamedTuple):
     sampling_rate: float = 1.0  # the share of all rows that are in it, each with every access (``sampling.is_sampled``)
     unlisted: int = 0  # further batches, in which none of the sampled rows was
     all_lookups: tuple[int, ...] | None = None  # to all rows, sampled or not, by table index; None: not known
+    batch_samples: int = 0  # of a batch, or their mean; 0: not known
 
     @property
     def num_batches(self) -> int:
@@ -80,7 +81,8 @@ def accesses_of(trace: Trace) -> Accesses:
         unlisted = trace.all_batches - (len(trace.batch_bounds) - 1)
     elif trace.num_entries != trace.num_samples:
         unlisted = max(0, round(trace.num_samples / trace.batch_samples) - trace.num_entries)
-    return Accesses(keys, starts, tuple(trace.tables), trace.sampling_rate, unlisted, trace.all_lookups)
+    rate, counted = trace.sampling_rate, trace.all_lookups
+    return Accesses(keys, starts, tuple(trace.tables), rate, unlisted, counted, trace.batch_samples)
 
 
 def read_accesses(path: str | os.PathLike[str]) -> Accesses:
@@ -211,10 +213,9 @@ def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed
 
 def generate(workload: Workload, *, samples: int, seed: int) -> Trace:
     """Samples of the workload, in batches of its ``batch_samples``. A pooling factor of 2.5 means 2 or 3 ids by chance.
-    Which rows of a table are the frequent ones depends on the
-    table's place in the workload and not on ``seed``: other seeds give other samples of the same users. 40 bytes of
-    memory an id of the largest table, 8 an id and 8 a sample and table. ValueError, TypeError: ``samples`` is below 1.
-    """
+    Which rows of a table are frequent depends on its place in the workload and not on ``seed``: other seeds give other
+    samples of the same users. Memory: 40 bytes an id of the largest table, 8 an id and 8 a sample and table.
+    ValueError, TypeError: ``samples`` is below 1."""
     require_int(samples, "samples", 1, _MAX_SAMPLES)
     tables = {}
     for index, table in enumerate(workload.tables):

@@ -1,6 +1,7 @@
 """A workload: the tables of a model, what a sample looks up, and what a DLRM's dense part computes; published ones by
 name, others from the ``[workload]`` of a file or from a run file of ``tierstore train``."""
 
+import functools
 import math
 import os
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim.configs import RULES, RuleName
-from ..settings.sections import Checked, ConfigError, load_sections, nearest, option, read_toml, toml_value
+from ..settings.sections import Checked, ConfigError, converted, load_sections, nearest, option, read_toml, toml_value
 from ..system.checks import excerpt, require_choice
 from ..system.sizes import format_size, parse_size
 
@@ -107,10 +108,11 @@ class TableSpec(TableShape):
     )
     count: int = option(1, "tables that are so", low=1, high=1 << 16)
 
-    def shapes(self) -> list[TableShape]:
-        given = {each.name: getattr(self, each.name) for each in fields(TableShape)}
-        first = TableShape(**{name: value for name, value in given.items() if value != _UNKNOWN})
-        alike = range(self.count)
+    def shapes(self, **others: float) -> list[TableShape]:
+        """``others``: figures that are not known here."""
+        own = {each.name: getattr(self, each.name) for each in fields(TableShape)}
+        known = {name: value for name, value in own.items() if value != _UNKNOWN}
+        first, alike = TableShape(**others | known), range(self.count)
         return [first] if self.count == 1 else [replace(first, name=f"{self.name}{number}") for number in alike]
 
 
@@ -190,37 +192,6 @@ class Workload(Checked):
         return self.batch_samples * sum(table.pooling_factor for table in self.tables)
 
 
-def specified(
-    specs: Sequence[TableSpec], sized: Sequence[str] = (), *, is_training: bool = False, **figures: Any
-) -> Workload:
-    """The workload of a file's tables. What it does not say is assumed, and so are the keys ``sized``: one id a sample,
-    by Zipf's law; one sample a query; a dense part as of ``with_dense``. ``is_training``: by row-wise Adagrad, unless
-    an optimizer is given."""
-    assumed = list(map(Assumed, sized))
-    if is_training and "optimizer" not in figures:
-        figures["optimizer"] = "rowwise_adagrad"
-        assumed.append(Assumed("optimizer"))
-    if "batch_samples" not in figures:
-        assumed.append(Assumed("batch_samples"))
-        figures["batch_samples"] = _QUERY if figures.get("optimizer", "none") == "none" else _STEP
-    found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
-    for figure in _OF_TABLES:
-        own = tuple(shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
-        assumed += [Assumed(figure, own)] if own else []
-    return with_dense(replace(found, assumed=tuple(assumed)))
-
-
-def with_dense(workload: Workload) -> Workload:
-    """The same, its unknown figures of a dense part assumed: those of MLPerf's DLRM-DCNv2 over these tables, its layers
-    as wide as take the flops, if they are known. Of 1 flop, which stands for tables alone, the others are 0."""
-    own, known = dlrm_work([each.embedding_dim for each in workload.tables], **MLPERF_LAYERS), workload.dense
-    width = math.sqrt(known.dense_flops / own.dense_flops) if known.dense_flops else 1.0
-    taken = DenseWork(own.dense_flops, own.dense_products, own.dense_values * width)._asdict()
-    unknown = [name for name, value in known._asdict().items() if not value and known.dense_flops != 1]
-    assumed = (*workload.assumed, *map(Assumed, unknown))
-    return replace(workload, **{name: taken[name] for name in unknown}, assumed=assumed)
-
-
 _ASSUMED: Final[Mapping[str, str]] = {
     "count": "tables: {:,}, of equal size",
     "embedding_dim": "columns of a row: {:,}",
@@ -250,51 +221,6 @@ def assumptions(workload: Workload) -> list[Assumption]:
         part = f", in {len(names):,} of {every:,} tables" if 0 < len(names) < every else ""
         found.append(Assumption(f"workload.{figure}", _ASSUMED[figure].format(value) + part))
     return found
-
-
-KAGGLE_ROWS: Final = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-"""Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline (facebookresearch/dlrm)."""
-_MLPERF_ROWS: Final = (
-    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4, 976, 14,
-    40000000, 40000000, 40000000, 590152, 12973, 108, 36,
-)  # fmt: skip
-"""Of DLRM-DCNv2: ``--num_embeddings_per_feature`` of mlcommons/training, recommendation_v2/torchrec_dlrm."""
-_MLPERF_MULTI_HOT: Final = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-"""Ids a sample of each of these tables: ``--multi_hot_sizes`` of the same."""
-
-
-def _published(
-    name: str, rows: Sequence[int], ids: Sequence[int], dim: int, flops: int, batch: int, optimizer: OptimizerName
-) -> Workload:
-    tables = tuple(
-        TableShape(name=f"t{number}", num_embeddings=own, embedding_dim=dim, pooling_factor=pooling)
-        for number, (own, pooling) in enumerate(zip(rows, ids, strict=True))
-    )
-    skew = Assumed("exponent", tuple(table.name for table in tables))  # no publication says how popular rows are
-    given: dict[str, Any] = {"batch_samples": batch, "optimizer": optimizer, "dense_flops": flops, "assumed": (skew,)}
-    return with_dense(Workload(name=name, tables=tables, **given))
-
-
-PRESETS: Final[Mapping[str, Workload]] = {
-    each.name: each
-    for each in (
-        # Tables and layers: models/configs of harvard-acc/DeepRecSys, the code of Gupta et al., "DeepRecSys: A System
-        # for Optimizing End-To-End At-scale Neural Recommendation Inference" (2020). They are looked up, not trained;
-        # the batch is the largest that RecSSD (Wilkening et al., 2021) measures them with.
-        _published("rmc1", [4_000_000] * 8, [80] * 8, 32, 200_832, 128, "none"),
-        _published("rmc2", [500_000] * 32, [120] * 32, 64, 639_104, 128, "none"),
-        _published("rmc3", [2_000_000] * 10, [20] * 10, 32, 6_406_656, 128, "none"),
-        # bench/dlrm_s_criteo_kaggle.sh of facebookresearch/dlrm.
-        _published("criteo-kaggle", KAGGLE_ROWS, [1] * 26, 16, 972_064, 128, "sgd"),
-        # The command lines in the README of mlcommons/training, recommendation_v2/torchrec_dlrm.
-        _published("mlperf-dlrm-v2", _MLPERF_ROWS, _MLPERF_MULTI_HOT, 128, 32_060_928, 65_536, "adagrad"),
-    )
-}
-"""Flops are of one sample, forward, 2 a b for a layer of a inputs and b outputs: of the layers that
-docs/planning/traces.md lists, and of the interaction's matrix products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,73 +260,106 @@ class WorkloadSection(Checked):
             raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
 
 
+@functools.cache
+def presets() -> Mapping[str, WorkloadSection]:
+    """Published models, by name."""
+    found = read_toml(Path(__file__).with_name("presets.toml"), "file of presets")
+    return {name: converted({**own, "name": name}, WorkloadSection, name) for name, own in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _File:
     workload: WorkloadSection = WorkloadSection()
 
 
-def workload_of(section: WorkloadSection, name: str = "workload", *, is_training: bool = False) -> Workload:
+def workload_of(section: WorkloadSection, *, is_training: bool = False) -> Workload:
     """``is_training``: if the section does not say it. ValueError: it names no tables, or some that there are not, or a
     value that cannot be."""
-    if not any(getattr(section, key) for key in _SOURCES):
-        raise ConfigError(
-            f"workload.bytes = '': give the size of all tables, as --bytes 300GB; or workload.preset, one of "
-            f"{', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
-        )
-    keys = ("name", "batch_samples", "optimizer", "dtype", *DenseWork._fields)
-    given = {key: getattr(section, key) for key in keys if getattr(section, key)}
     try:
-        if section.preset or section.file:
-            found = load_workload(section.file, is_training=is_training) if section.file else preset(section.preset)
-        else:
-            sized = [key for key in ("count", "embedding_dim") if not section.tables and not getattr(section, key)]
-            tables = section.tables or (_alike(section),)
-            found = specified(tables, sized, is_training=is_training, **{"name": name, **given})
-        return _given(scaled(found, section.scale), section, given)
+        whole = _whole(section)
+        found = scaled(_filled(whole, is_training=is_training), whole.scale)
     except ValueError as error:
         begin = "workload" if not section.file else f"workload.file = {excerpt(section.file)}"
         is_named = isinstance(error, ConfigError) and not section.file
         raise ConfigError(str(error) if is_named else f"{begin}: {error}") from None
+    return replace(found, name=section.name or found.name)
 
 
-def _alike(section: WorkloadSection) -> TableSpec:
+def _whole(section: WorkloadSection) -> WorkloadSection:
+    """With what its file or preset says, where it says nothing itself. A dense part of other flops is another one."""
+    if not (section.file or section.preset):
+        return section
+    base, nothing = _read(section.file or section.preset), WorkloadSection()
+    changes: dict[str, Any] = dict.fromkeys(DenseWork._fields, 0.0) if section.dense_flops else {}
+    changes |= {key: value for key, value in vars(section).items() if value != getattr(nothing, key)}
+    return replace(base, **changes | {"scale": base.scale * section.scale, "file": "", "preset": ""})
+
+
+def _filled(section: WorkloadSection, *, is_training: bool) -> Workload:
+    """The workload of its tables. What it does not say is assumed: one id a sample, by Zipf's law; one sample a query;
+    in training row-wise Adagrad; a dense part as of MLPerf's DLRM-DCNv2 over these tables, its layers as wide as take
+    the flops, if they are known. Of 1 flop, which stands for tables alone, the other figures of it are 0."""
+    if not any(getattr(section, key) for key in _SOURCES):
+        raise ConfigError(
+            f"workload.bytes = '': give the size of all tables, as --bytes 300GB; or workload.preset, one of "
+            f"{', '.join(presets())}; or workload.file, or [[workload.tables]]"
+        )
+    keys = ("optimizer", "batch_samples", "dtype", *DenseWork._fields)
+    given: dict[str, Any] = {key: getattr(section, key) for key in keys if getattr(section, key)}
+    specs, assumed = section.tables or _alike(section), list[Assumed]()
+    for key in ("count", "embedding_dim"):
+        if section.tables and getattr(section, key):
+            raise ConfigError(f"workload.{key} = {getattr(section, key)}: of workload.bytes or rows only; leave it out")
+        assumed += [] if section.tables or getattr(section, key) else [Assumed(key)]
+    if is_training and not section.optimizer:
+        given["optimizer"] = "rowwise_adagrad"
+        assumed.append(Assumed("optimizer"))
+    if not section.batch_samples:
+        given["batch_samples"] = _QUERY if given.get("optimizer", "none") == "none" else _STEP
+        assumed.append(Assumed("batch_samples"))
+    others = {figure: value for figure in _OF_TABLES if (value := getattr(section, figure)) != _UNKNOWN}
+    for figure in _OF_TABLES:
+        own = tuple(shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
+        assumed += [Assumed(figure, own)] if own and figure not in others else []
+    shapes = tuple(shape for spec in specs for shape in spec.shapes(**others))
+    found = Workload(name=section.name or "workload", tables=shapes, **given)
+    work, flops = dlrm_work([each.embedding_dim for each in shapes], **MLPERF_LAYERS), found.dense_flops
+    width = math.sqrt(flops / work.dense_flops) if flops else 1.0
+    taken = work._replace(dense_values=work.dense_values * width)._asdict()
+    unknown = [name for name in taken if not getattr(found, name) and flops != 1]
+    return replace(found, **{name: taken[name] for name in unknown}, assumed=(*assumed, *map(Assumed, unknown)))
+
+
+def _alike(section: WorkloadSection) -> tuple[TableSpec]:
     """Equal tables of so many bytes or rows in all."""
     dim, count = section.embedding_dim or _DIM, section.count or _COUNT
     rows = section.rows or parse_size(section.bytes, name="workload.bytes", memory_bytes=0) // (4 * dim)
-    return TableSpec(num_embeddings=math.ceil(rows / count), embedding_dim=dim, count=count)
+    if not 1 <= rows <= count * MAX_ROWS:
+        raise ConfigError(
+            f"workload.bytes = {excerpt(section.bytes)}: {rows:,} rows of {dim} columns, and {count} tables have 1 to "
+            f"{count * MAX_ROWS:,}; give bytes, as 300GB, or another workload.count"
+        )
+    return (TableSpec(num_embeddings=math.ceil(rows / count), embedding_dim=dim, count=count),)
 
 
-def _given(found: Workload, section: WorkloadSection, given: dict[str, Any]) -> Workload:
-    """With what the section says in place of what a file or preset has, or what was assumed."""
-    of_tables: dict[str, Any] = {key: getattr(section, key) for key in _OF_TABLES if getattr(section, key) != _UNKNOWN}
-    tables = list(found.tables)
-    for figure, value in of_tables.items():
-        names = {name for each in found.assumed if each.figure == figure for name in each.tables}
-        tables = [replace(each, **{figure: value}) if each.name in names else each for each in tables]
-    dense: dict[str, Any] = {
-        name: 0.0 for name in DenseWork._fields if section.dense_flops
-    }  # not of the file's layers then
-    kept = tuple(each for each in found.assumed if each.figure not in dense | given | of_tables)
-    return with_dense(replace(found, **dense | given, tables=tuple(tables), assumed=kept))
+def load_workload(source: str | os.PathLike[str]) -> Workload:
+    """A published model by its name in any case; or that of a run file, or of a file with a ``[workload]``, by its
+    path. ValueError: it is neither, or the file has an unknown key or a value that cannot be; names the file, the key
+    and what is accepted."""
+    found = _read(source)
+    try:
+        return workload_of(found)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
-def preset(name: str) -> Workload:
-    """A published model, by its name in any case. ValueError says the nearest."""
-    found = PRESETS.get(name.lower())
-    if found is None:
-        raise ValueError(f"there is no preset {excerpt(name)}; {nearest(name.lower(), PRESETS)}")
-    return found
-
-
-def load_workload(source: str | os.PathLike[str], *, is_training: bool = False) -> Workload:
-    """A preset by its name; or that of a run file, or of a file with a ``[workload]``, by its path. ``is_training`` as
-    of ``workload_of``. ValueError: it is neither, or the file has an unknown key or a value that cannot be; names the
-    file, the key and what is accepted."""
+def _read(source: str | os.PathLike[str]) -> WorkloadSection:
+    """What ``load_workload`` is of, as far as it is said there."""
     text, path = os.fspath(source), Path(source)
-    if text.lower() in PRESETS:
-        return PRESETS[text.lower()]
+    if text.lower() in presets():
+        return presets()[text.lower()]
     if path.suffix != ".toml" and not path.exists():
-        known = nearest(text.lower(), PRESETS, all_are="presets are")
+        known = nearest(text.lower(), presets(), all_are="presets are")
         raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
     sections = set(read_toml(path, "workload file"))
     if OF_RUNS & sections:
@@ -410,10 +369,7 @@ def load_workload(source: str | os.PathLike[str], *, is_training: bool = False) 
     section = load_sections(_File, path, what="workload file").workload
     if section.file:
         raise ConfigError(f"{path}: workload.file = {excerpt(section.file)}: give that file instead")
-    try:
-        return workload_of(section, path.stem, is_training=is_training)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return _whole(replace(section, name=section.name or path.stem))
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
@@ -421,7 +377,7 @@ def scaled(workload: Workload, factor: float) -> Workload:
     if factor == 1:
         return workload
     if not 0 < factor < float("inf"):
-        raise ValueError(f"factor={factor}: expected a number above 0")
+        raise ValueError(f"scale = {factor:g}: expected a number above 0")
     tables = tuple(
         replace(
             each, num_embeddings=max(1, round(each.num_embeddings * factor)), candidates=round(each.candidates * factor)
@@ -431,7 +387,7 @@ def scaled(workload: Workload, factor: float) -> Workload:
     return replace(workload, name=f"{workload.name} x {factor:g}", tables=tables)
 
 
-def _of_run(path: Path) -> Workload:
+def _of_run(path: Path) -> WorkloadSection:
     """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers or a class of its
     own."""
     from ..train.config import load
@@ -441,11 +397,11 @@ def _of_run(path: Path) -> Workload:
     ids, counts = run.embedding.ids, run.embedding.ids == "dynamic" and run.embedding.admit_after > 1
     others = ("tower", "class", "args")
     layers: dict[str, Any] = {name: each for name, each in asdict(run.model).items() if not name.startswith(others)}
-    return specified(
-        [
+    return WorkloadSection(
+        tables=tuple(
             TableSpec(name=name, num_embeddings=size, embedding_dim=dim, ids=ids, candidates=counts * size)
             for name, size, dim in zip(columns, run.table_sizes, dims, strict=True)
-        ],
+        ),
         name=path.stem,
         batch_samples=run.train.batch_size,
         optimizer=run.optimizer.sparse,
