@@ -72,4 +72,5 @@ OPTIONS[tierstore.open] = {
     "policy": st.sampled_from(POLICIES),
     "threads": st.none() | st.integers(1, 3),
     "dtype": st.none() | st.sampled_from(["stored", "float16"]),
+    "check_finite": st.sampled_from([None, "log", "error"]),
 }

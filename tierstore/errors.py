@@ -14,6 +14,7 @@ that is no row of its table is an ``IdError``, a ``ValueError`` that is an ``Ind
     ├── RankError              another rank of a sharded store failed, ended or hangs
     ├── DiskFullError          the file system has no space left; nothing committed was lost
     ├── PartlyTrainedError     a step failed when some of its rows were trained; nothing committed was lost
+    ├── NonFiniteError         a gradient, row or optimizer state is NaN or infinite (check_finite="error")
     └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read
         ├── TruncatedError     a file is shorter than its own header says
@@ -25,7 +26,7 @@ Every message names the file or the argument and the way out.
 
 __all__ = [
     "BudgetError", "ChecksumError", "ClosedError", "DamagedError", "DiskFullError", "FormatError", "IdError",
-    "PartlyTrainedError", "RankError", "ReadOnlyError", "StoreLockedError", "StoreNotFoundError",
+    "NonFiniteError", "PartlyTrainedError", "RankError", "ReadOnlyError", "StoreLockedError", "StoreNotFoundError",
     "StoreReplacedError", "TableError", "TierstoreError", "TruncatedError", "UnreadableError",
 ]  # fmt: skip
 
@@ -77,6 +78,13 @@ class DiskFullError(TierstoreError):
 class PartlyTrainedError(TierstoreError):
     """A training step failed after some of its rows were trained. Nothing is trained or committed until the store goes
     back to a version: ``store.rollback``, or close it and open it again. ``__cause__`` is what failed."""
+
+
+class NonFiniteError(TierstoreError):
+    """A value is NaN or infinite. ``found``: its source ("gradient", "row", "state"), table, id, feature, sample of the
+    batch, and update of the table; feature and sample are None of rows that no batch here looked up. {}: a weight."""
+
+    found: dict[str, object] = {}  # noqa: RUF012 - nobody adds to it
 
 
 class DamagedError(TierstoreError):

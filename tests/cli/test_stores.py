@@ -49,7 +49,7 @@ def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
     assert '{"note": "hello"}' in output
 
 
-def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_path, capsys, monkeypatch):
+def test_inspect_reads_as_an_open_does_with_dates_as_json(tmp_path, capsys, monkeypatch):
     """Trees of several levels, payloads of several chunks; while a writer goes on."""
     began = time.time()
     with tierstore.open(tmp_path / "shop", ddr="8MiB", keep=200) as store:
@@ -69,7 +69,6 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
                 assert cli.main(["inspect", str(store.directory)]) == 0
             said.append(capsys.readouterr().out)
         assert said[0] == said[1]
-        monkeypatch.setattr("tierstore.offline.inspection._look", None)  # all is of one open
         assert cli.main(["inspect", str(store.directory), "--json"]) == 0
         store.commit()
         store.commit()
@@ -78,7 +77,6 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["extra"]) == (150, {"n": 149})
     assert (found["tensors"], found["tensor_bytes"]) == (1, 1_200_000)
-    assert {each["name"]: each["written_rows"] for each in found["tables"]} == {"item": 0, "user": 30 * 149 + 40}
     dates = [began - 1, *(datetime.fromisoformat(each["date"]).timestamp() for each in found["versions"]), time.time()]
     assert len(dates) == 152
     assert sorted(dates) == dates

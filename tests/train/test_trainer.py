@@ -14,7 +14,7 @@ import torch
 import tierstore
 from tierstore.cli import entry as cli
 from tierstore.dist.placement.towers import partition, similarity_of
-from tierstore.errors import BudgetError, ReadOnlyError
+from tierstore.errors import BudgetError, NonFiniteError, ReadOnlyError
 from tierstore.models import DCNTower, DLRMTower
 from tierstore.settings.sections import to_dict, to_toml
 from tierstore.trace import read_trace
@@ -124,6 +124,31 @@ def test_other_ways_of_training_go_on_to_the_same_bits(run, unbroken, monkeypatc
     resumed = run("parts", resume=True, store__ddr="440KiB", **settings)
     assert (resumed.bits, resumed.test, resumed.step) == (whole.bits, whole.test, STEPS)
     assert whole.bits != unbroken().bits
+
+
+def spoil_weights(optimizer, *_):
+    for each in optimizer.param_groups[0]["params"]:
+        each.data.fill_(math.inf)
+
+
+SPOILT = {
+    r"not finite: source 'gradient', table 'C1', id \d+, feature 'C1', sample 0, update 8\.": (
+        trainer,
+        "training_loss",
+    ),
+    "model": (torch.optim.Adagrad, "step"),
+}
+
+
+@pytest.mark.parametrize("found", SPOILT)
+def test_a_run_ends_at_what_is_not_finite_and_goes_on_from_its_last_commit(run, unbroken, monkeypatch, found):
+    by = {"step": spoil_weights, "training_loss": lambda logits, *_: logits.sum() * math.nan}
+    settings = {"train__commit_every": 4, "train__check_finite": "error"}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 8, lambda: patch.setattr(*SPOILT[found], by[SPOILT[found][1]]))
+        with pytest.raises(NonFiniteError, match=rf"^step 8: {found}.* go on from version 1 with --resume"):
+            run(**settings)
+    assert run(resume=True, **settings).bits == unbroken().bits
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):

@@ -257,7 +257,17 @@ def _demo(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from ..offline.inspection import describe, to_dict
 
+    if options.rows:
+        return _look_at_rows(options)
     print(json.dumps(to_dict(options.directory), indent=1) if options.json else describe(options.directory))
+    return 0
+
+
+def _look_at_rows(options: argparse.Namespace) -> int:
+    from ..offline.rows import diff, lines_of, rows_of
+
+    found = diff(options.directory, options.other) if "other" in options else rows_of(options.directory)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(lines_of(found)))
     return 0
 
 
@@ -348,9 +358,20 @@ _COMMANDS: Final = {
     ),
     "inspect": command(
         _inspect,
-        (DIRECTORY, arg("--json", help="as JSON, and of each table how many rows were ever written")),
+        (DIRECTORY, arg("--json", help="as JSON"), arg("--rows", help="read all rows: norms, zeros, NaN, untrained")),
         "say what a store holds",
         "Say what a store holds. Reads only what it shows; tierstore verify checks. Nothing is changed.",
+        "",
+    ),
+    "diff": command(
+        _look_at_rows,
+        (
+            arg("directory", metavar="A", help="folder of a store, or a version that it keeps, as shop@3"),
+            arg("other", metavar="B", help="likewise"),
+            arg("--json", help="as JSON"),
+        ),
+        "say what changed between two versions or stores",
+        "Say which tables, rows and dense tensors differ between two versions of a store, or two stores.",
         "",
     ),
     "verify": command(

@@ -26,6 +26,7 @@ from ..kernels.arrays import Floats, Int32s, Int64s
 from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
 from ..lookup.base import AnyLookup, Hold, Ready, RowGradients, by_table
+from ..lookup.finite import check_gradient
 from ..lookup.lookup import make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
@@ -88,6 +89,9 @@ class SendsGradients(ABC):
         """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
         may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
+        if self.tables[0].store.check_finite:
+            with self._ranks.telling():
+                check_gradient(self, grad_out, has_rows=False)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True

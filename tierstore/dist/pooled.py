@@ -223,7 +223,8 @@ class _MergedPooled(SendsGradients):
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
         self.tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
         self.holds = [hold for lookup in lookups for hold in lookup.holds]
-        self._lookups, self._ranks = lookups, lookups[0]._ranks
+        self._lookups, self._ranks, self.mode = lookups, lookups[0]._ranks, lookups[0].mode
+        self.joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         self._sizes = [(lookup.num_samples, width) for lookup, width in zip(lookups, widths, strict=True)]
 
     def release(self) -> None:

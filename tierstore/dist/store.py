@@ -24,6 +24,7 @@ from ..config import TableConfig
 from ..errors import ClosedError, TableError, TierstoreError
 from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
+from ..lookup.finite import CheckFinite
 from ..store import Store, open_store
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
@@ -72,7 +73,7 @@ def open_sharded(
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
     ddr: int | str | None = None, hbm: int | str = 0, device: str = "cpu", policy: str = AUTO,
-    threads: int | None = None,
+    threads: int | None = None, check_finite: CheckFinite | None = None,
 ) -> "ShardedStore":  # fmt: skip
     """Open this rank's part of the store in ``directory``, or create it; collective.
 
@@ -90,8 +91,8 @@ def open_sharded(
         keep: commits that stay, at least 2.
         ddr, threads: of each rank, as for ``tierstore.open``; default: half the machine's memory, and the CPUs that
             this process may use, divided by the number of ranks on it (torchrun's LOCAL_WORLD_SIZE, or all).
-        cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``. If the group has a backend for such
-            devices, as "cpu:gloo,cuda:nccl" has, rows and gradients go from device to device.
+        cold, slack, hbm, device, policy, check_finite: of each rank, as for ``tierstore.open``. If the group has a
+            backend for such devices, as "cpu:gloo,cuda:nccl" has, rows and gradients go from device to device.
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, or have no commit in common; parts were exchanged.
@@ -113,6 +114,7 @@ def open_sharded(
             with ranks.together():
                 planned = groups.planned(planned)
         options = _options(ranks.size, ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
+        options["check_finite"] = check_finite
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
             with ranks.together():

@@ -459,12 +459,18 @@ class DeviceRows(Tier):
         no_bags: Any = None
         return DeviceBatch(no_bags, sent, ready, ready)
 
-    @shielded
     def read(self, keys: Int64s) -> Tensor:
+        return self._read(keys, self.weights, self.layout.dim)
+
+    def read_state(self, keys: Int64s) -> Tensor:
+        return self._read(keys, self.state, self.layout.state_dim)
+
+    @shielded
+    def _read(self, keys: Int64s, arena: Tensor, columns: int) -> Tensor:
         batch, found = self._of_keys(keys), []
         for part in self.parts(batch, None):
             with part.lease.in_use():
-                found.append(torch.index_select(self.weights, 0, part.position_slots)[:, : self.layout.dim])
+                found.append(torch.index_select(arena, 0, part.position_slots)[:, :columns])
         self.retain(batch)
         return found[0].contiguous() if len(found) == 1 else torch.cat(found)
 

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import NonFiniteError
 from ..system.signals import shielded
 from .base import AnyLookup
 
@@ -42,6 +43,7 @@ def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
 
     Raises:
         PartlyTrainedError: some rows were trained, or may have been, by this step or an earlier one.
+        NonFiniteError: see ``finite``; of a gradient no row was trained.
         DiskFullError, DamagedError, BudgetError, MemoryError: no row was trained.
     """
     stores, ready = {table.store for lookup, _ in updates for table in lookup.tables}, []
@@ -59,17 +61,18 @@ def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
         # Parts may have to wait until rows that were pinned whole are released.
         for update in sorted(ready, key=operator.attrgetter("is_whole"), reverse=True):
             update.train()
-        for lookup, _ in updates:
-            for hold in lookup.holds:
-                hold.let_go()
     except BaseException as error:
         for lookup, _ in updates:
             lookup.release()
         for store in stores:
             store.note_partly_trained(error)
-        for store in stores:
+        for store in () if isinstance(error, NonFiniteError) else stores:
             store.require_whole_steps()
         raise
+    finally:
+        for lookup, _ in updates:
+            for hold in lookup.holds:
+                hold.let_go()
 
 
 def note_pass() -> int:

@@ -25,6 +25,7 @@ from ..pool.pool import Pool
 from ..pool.tier import Tier
 from ..system.signals import shielded
 from .base import AnyLookup, Found, Ready, RowGradients, Use, by_table
+from .finite import check_gradient, check_rows
 
 
 class Lookup(AnyLookup):
@@ -97,6 +98,8 @@ class Lookup(AnyLookup):
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
         joined = self.joined
+        if joined.tables[0].store.check_finite:
+            check_gradient(self, grad_out)
         if not len(joined):
             self.release()  # the in-flight batch
             return Ready(joined.next_hyper, True)
@@ -116,6 +119,8 @@ class Lookup(AnyLookup):
         if tier is not self._tier:
             self._enter(pool)
         tier.update(joined, self._mode, hyper, grad_out, self._arg_max, self._lease)
+        if joined.tables[0].store.check_finite:
+            check_rows(joined)
         self.release()
 
     @shielded
@@ -233,7 +238,7 @@ def with_rows(joined: Joined, find: Find) -> Joined:
         keys, places, scale = keys[has_row], places[has_row], scale[has_row[: len(scale)]]
     made = Joined(features, joined.batch, starts, scale, keys=keys, places=places)
     made.holds = [each.hold for each in found if each.hold is not None]
-    made.unseen = unseen
+    made.unseen, made.dynamic_ids = unseen, (ids, has_row)
     return made
 
 

@@ -23,12 +23,11 @@ _MAX_EXTRA_CHARACTERS: Final = 200
 
 
 class _Content(NamedTuple):
-    """A store's tables, its last version, when each that it keeps was made or None, and counts of a table's rows."""
+    """A store's tables, its last version, and when each that it keeps was made, or None."""
 
     tables: list[TableConfig]
     version: Version
     dates: dict[int, str | None]
-    written: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, tree: AnyTree, manifest: Manifest) -> "_Content":
@@ -39,7 +38,7 @@ class _Content(NamedTuple):
         seconds = {each: _seconds(tree, each) for each in head.kept[:-1]}
         seconds |= dict.fromkeys(head.kept[-1:], version.lineage.seconds)
         dates = {each: f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}" for each, at in seconds.items() if at}
-        return cls(tables, version, dict.fromkeys(head.kept) | dates, {})
+        return cls(tables, version, dict.fromkeys(head.kept) | dates)
 
 
 def _seconds(tree: AnyTree, version: int) -> int:
@@ -59,21 +58,11 @@ def _look(directory: Path) -> _Content:
             is_ours = found == store_id and tree.meta.page_bytes == manifest.page_bytes
             if tree.is_whole() and is_ours and RANK_KEY not in content.version.extra:
                 return content
-    return _look_by_open(directory)
-
-
-def _look_by_open(directory: Path, *, with_rows: bool = False) -> _Content:
     from ..store.directory import open_files  # numba takes a second to load
 
     manifest, cold, _ = open_files(directory, readonly=True)
-    with contextlib.closing(cold):
-        with cold.lease_tree() as tree:
-            content = _Content.of(tree, manifest)
-        if not with_rows:
-            return content
-        cold.set_tables(manifest.shapes)
-        rows = {each.name: sum(map(len, cold.stored_rows(place))) for place, each in enumerate(manifest.tables)}
-        return content._replace(written={name: {"written_rows": count} for name, count in rows.items()})
+    with contextlib.closing(cold), cold.lease_tree() as tree:
+        return _Content.of(tree, manifest)
 
 
 def stores_in(directory: str | Path) -> list[Path]:
@@ -82,23 +71,17 @@ def stores_in(directory: str | Path) -> list[Path]:
 
 
 def to_dict(directory: str | Path) -> dict[str, Any]:
-    """What ``describe`` says, for JSON, and how many rows of each table were ever written. Of ranks, by part."""
+    """What ``describe`` says, for JSON. Of ranks, by part."""
     directory = Path(directory).absolute()
     if parts := parts_in(directory):
         return {"directory": str(directory), "parts": [to_dict(each.path) for each in parts]}
-    return _to_dict(directory, _look_by_open(directory, with_rows=True))
-
-
-def _to_dict(directory: Path, content: _Content) -> dict[str, Any]:
-    (tables, version, dates, written), tensors = content, tensor_sizes(content.version)
+    tables, version, dates = _look(directory)
+    tensors = tensor_sizes(version)
     return {
         "directory": str(directory),
         "version": version.number,
         "versions": [{"version": each, "date": date} for each, date in dates.items()],
-        "tables": [
-            each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} | written.get(each.name, {})
-            for each in tables
-        ],
+        "tables": [each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} for each in tables],
         # Row files are sparse: what counts is what they take on the device.
         "files": {path.name: path.stat().st_blocks * 512 for path in sorted(directory.iterdir()) if path.is_file()},
         "tensors": len(tensors),
@@ -131,7 +114,7 @@ def _version_of(*kept: int) -> str:
 
 def describe_store(directory: str | Path) -> str:
     """Version, tables and files of a store; opens it read-only and reads no row. StoreNotFoundError, DamagedError."""
-    found = _to_dict(directory := Path(directory).absolute(), _look(directory))
+    found = to_dict(directory)
     extra, tables, kept = json.dumps(found["extra"]), found["tables"], found["versions"]
     how = _version_of(*(each["version"] for each in kept))
     lines = [f"{found['directory']}: {how}, {format_count(len(tables), 'table')}"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..kernels import slots as kernels
-from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
+from ..kernels.arrays import Bools, Floats, Ids, Int32s, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
@@ -109,6 +109,7 @@ class Joined(Bags):
     parts: "Parts | None" = None  # what it was merged from
     has_dynamic_ids = False  # which are no rows yet; ``lookup.lookup`` finds these
     holds: Sequence[Any] = ()  # what keeps the ids of its rows, if they are dynamic
+    dynamic_ids: tuple[Int64s, Bools] | None = None  # those that were looked for, and which of them have rows
     unseen: Any = None  # ids that have none, and count
 
     def __init__(
@@ -295,6 +296,13 @@ class Joined(Bags):
         for start, stop in zip(*(bounds.tolist() for bounds in self._ids[1:]), strict=True):
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
+
+    def origin(self, position: int) -> "tuple[Joined, int]":
+        """What joined the id of a position, and its position there: of what was merged one of its parts."""
+        for piece in () if self.parts is None else self.parts.pieces:
+            if piece.positions.start <= position - piece.shift < piece.positions.stop:
+                return self.parts.joined[piece.lookup].origin(position - piece.shift)  # type: ignore[union-attr]
+        return self, position
 
     def require_trainable(self) -> None:
         """ReadOnlyError for tables of quantized rows; all are of one layout. RuntimeError: ids have lost rows since it

@@ -78,6 +78,10 @@ class Tier(ABC):
     def read(self, keys: Int64s) -> Tensor:
         """Rows of ``keys`` (int64 [n], n > 0), [n, dim], on its device: bits unchanged, quantized ones as float32."""
 
+    @abstractmethod
+    def read_state(self, keys: Int64s) -> Tensor:
+        """float32 [n, state_dim], on its device: the optimizer state of ``keys`` (int64 [n], n > 0)."""
+
     def read_in_memory(self, keys: Int64s) -> Tensor | None:  # noqa: ARG002
         """``read`` if ``are_in_memory``, else None."""
         return None

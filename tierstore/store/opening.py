@@ -12,6 +12,7 @@ from ..errors import StoreLockedError
 from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..layout import FloatName, QuantizedName
+from ..lookup.finite import CheckFinite
 from ..system.checks import require_choice, require_int
 from ..system.files import translate_os_error
 from ..system.signals import settle
@@ -30,7 +31,7 @@ def open_store(
     directory: str | os.PathLike[str] | None = None, *, cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r",
     "w"] = "w", version: int | None = None, keep: int = 1, slack: float = DEFAULT_SLACK, ddr: int | str = "50%", hbm:
     int | str = 0, device: str = "cpu", policy: str = AUTO, threads: int | None = None, dtype: KeptAs = None,
-    create: bool = True,
+    create: bool = True, check_finite: CheckFinite | None = None,
 ) -> Store:  # fmt: skip
     """Open the store in ``directory``, or create it.
 
@@ -57,6 +58,8 @@ def open_store(
             "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.
             Default: as stored, state included.
         create: with mode="w", whether a store is made where there is none.
+        check_finite: look for NaN and infinity in each update's gradients, rows and optimizer state. "error":
+            NonFiniteError, which says where; "log": a warning, once a table. None: do not look. It waits for a GPU.
 
     Raises:
         ValueError, TypeError: a wrong argument.
@@ -70,12 +73,14 @@ def open_store(
     require_memory(parse_size(ddr, name="ddr"), f"ddr={ddr!r}")
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
+    require_choice(check_finite or "log", get_args(CheckFinite), "check_finite")
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
     place = None if directory is None else Path(directory)
     if place is not None and not create:
         require_store(place)
     memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
     options: dict[str, Any] = {"version": version, "keep": keep, "slack": slack, "threads": threads, "dtype": dtype}
+    options["check_finite"] = check_finite
     pauses = [*_PAUSES_SECONDS] if place is not None and mode == "w" else []
     while True:
         is_here = False

@@ -27,6 +27,7 @@ from ..io.lmdb import LmdbColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..layout import RowLayout
+from ..lookup.finite import CheckFinite
 from ..optim import Optimizer
 from ..pool.pool import Pool
 from ..pool.stats import Stats
@@ -62,7 +63,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     Attributes:
         directory: absolute. readonly: opened with mode="r". device: where results live.
-        keep: how many versions stay after a commit of this process.
+        keep: how many versions stay after a commit of this process. check_finite: as for ``tierstore.open``.
         dropped: versions that the next commit drops, and that do not count; set by a sharded store.
         recorder: records lookups, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
@@ -73,11 +74,12 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def __init__(
         self, directory: Path | None, memory: Memory, *, readonly: bool, version: int | None, keep: int, slack: float,
-        threads: int, dtype: KeptAs,
+        threads: int, dtype: KeptAs, check_finite: CheckFinite | None,
     ) -> None:  # fmt: skip
         self.directory = _IN_MEMORY if directory is None else directory.absolute()
         self.readonly = readonly
         self.keep = keep
+        self.check_finite = check_finite
         self.dropped: Collection[int] = ()
         self.device = memory.device
         self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64  # of lookups; int32 for the device

@@ -19,7 +19,6 @@ from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool.converting import floats
 from ..pool.direct import OneTable
 from ..pool.joined import Features, Jagged
-from ..pool.pool import Pool
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
 from ..system.signals import shielded
@@ -183,18 +182,12 @@ class Table(Unpicklable, LookupTable):
             first moments before the second.
         """
 
-        def copy(pool: Pool, keys: Int64s, rows: Floats) -> None:
-            pool.tier.flush()
-            pool.host.read_state(keys, rows)
-
         def look_up() -> Floats:
             keys = self._keys(ids)
             self.store.require_open()
             out, has_row = np.zeros((len(keys), self.layout.state_dim), np.float32), keys >= 0
-            rows = out[has_row]
-            if rows.size:
-                self.in_pool(copy, keys[has_row], rows)
-            out[has_row] = rows
+            if has_row.any():
+                out[has_row] = self.in_pool(lambda pool: pool.tier.read_state(keys[has_row])).cpu().numpy()
             return out
 
         return torch.from_numpy(self.store.shown.at_one(look_up))

@@ -160,6 +160,11 @@ class TableIds:
         with self.lock:
             return np.sort(self._rows.ids[self._rows.used_rows])
 
+    def id_of(self, key: int) -> int:
+        """The id that has the row of a key."""
+        with self.lock:
+            return int(self._rows.ids[key - self.first_key])
+
     def scores_of(self, ids: Int64s) -> Int64s:
         with self.lock:
             return self._rows.scores(self._rows.find(ids)).astype(np.int64)

@@ -139,6 +139,7 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
     options = {name: getattr(config.store, name) for name in ("slack", "ddr", "hbm", "device", "policy")}
+    options["check_finite"] = None if config.train.check_finite == "none" else config.train.check_finite
     return processes.open(config, threads=config.store.threads or None, **options)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..errors import ReadOnlyError
+from ..errors import NonFiniteError, ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
@@ -27,7 +27,7 @@ _FREE_KEYS: Final = frozenset(
         *("train.test_every_steps", "train.test_every_minutes", "train.patience", "train.keep_best"),
         *("train.callbacks", "train.metrics", "train.metrics_every", "train.tensorboard"),
         *("ranks.plan", "ranks.timeout_seconds"),
-        *("train.epochs", "train.prefetch_depth", "train.commit_every"),
+        *("train.epochs", "train.prefetch_depth", "train.commit_every", "train.check_finite"),
     }
 )
 """Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""
@@ -72,6 +72,9 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
     names, states = list(dense_parameters(run.model)), run.optimizer.state_dict()["state"]
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
+    looked_at = tensors if config.train.check_finite == "error" else {}
+    if bad := [name for name, each in looked_at.items() if not each.isfinite().all()]:
+        raise NonFiniteError(f"{bad[0]} is not finite")
     tensors["rng"] = torch.get_rng_state()
     extra: dict[str, Any] = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
     extra[_EXTRA_KEY]["files"] = [list(file) for file in files]

@@ -256,6 +256,7 @@ class TrainSection(Checked):
     metrics: str = option("", 'file of JSON lines, as "run.jsonl": losses, tests, commits; "": none')
     metrics_every: int = option(100, "steps between two of its lines of losses", low=1, high=_MAX_COUNT)
     tensorboard: str = option("", 'folder for TensorBoard, of the same figures; "": none')
+    check_finite: Literal["none", "log", "error"] = option("none", 'NaN in updates: "log" it, or end by an "error"')
     torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)
 
 

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from ..dist import own_tensors
-from ..errors import TierstoreError
+from ..errors import NonFiniteError, TierstoreError
 from ..kernels.jit import JIT_ENABLED
 from ..nn.prefetch import prefetch
 from ..optim import HessianFree
@@ -100,7 +100,11 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         done = math.inf if training.is_whole else training.position.step
         reported = listeners(TrainSection() if processes.rank else config.train, done, resume=resume)
         with recorder or contextlib.nullcontext(), reported as training.listeners:
-            training.train()
+            try:
+                training.train()
+            except NonFiniteError as error:
+                error.args = (training.told_of(error),)
+                raise
             folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
             ranks = processes.gather(RankSummary(folder, tiers, begun, end))
             history = together(processes.gather(training.history.points()))
@@ -249,6 +253,13 @@ class _Training:
                 self._begin_commit()
                 self._end_commit(is_said=False)
         self.history.close()
+
+    def told_of(self, error: NonFiniteError) -> str:
+        """It, with the run's step and, once the commit in flight has ended, the version to go on from."""
+        self._end_commit(is_said=False)
+        step, version = self.position.step + bool(error.found), self.run.store.version
+        way = f"go on from version {version} with --resume" if version else "begin again"
+        return f"step {step:,}: {error}. Find the cause, as data or a high learning rate, and {way}"
 
     def _go_on(self) -> None:
         """Count tests again after an early end, and take a test that the last process had no time for or failed in."""
