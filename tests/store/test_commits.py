@@ -141,26 +141,6 @@ def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
     assert (shown(store_dir) == -1.0).all()
 
 
-def test_training_and_commits_side_by_side(store_dir: Path) -> None:
-    """Each version is the state between two steps, though steps go on in another thread's way all the time."""
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, ROWS, (64, 40), generator=generator) for _ in range(60)]
-    expected = torch.full((ROWS,), -1.0)
-    with open_store(store_dir, keep=100) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        states = {}
-        pending: list[PendingCommit] = []
-        for step, ids in enumerate(tierstore.prefetch(batches, bag, depth=2)):
-            bag(ids).sum().backward()
-            expected -= torch.bincount(ids.flatten(), minlength=ROWS)
-            if step % 3 == 2:
-                pending.append(store.commit_async(extra={"step": step}))
-                states[pending[-1].version] = expected.clone()
-        assert [commit.result() for commit in pending] == list(states) == list(store.versions)
-    for version, state in states.items():
-        assert torch.equal(shown(store_dir, version), state), f"version {version}"
-
-
 def test_a_commit_that_cannot_begin_holds_nothing_up(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, and the next commit has all."""
     with open_store(store_dir) as store:
