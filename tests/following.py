@@ -69,8 +69,6 @@ class Child:
         )
 
     def ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
@@ -80,7 +78,6 @@ class Child:
             self._process.kill()
 
     def end(self) -> None:
-        assert self._process.stdin is not None
         try:
             self._process.stdin.close()
             assert self._process.wait(60) == 0

@@ -122,9 +122,7 @@ def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> li
                     if optimizer is not None:
                         optimizer.step()
                         optimizer.zero_grad()
-        ids = store["item"].local.ids
-        assert ids is not None
-        ids.check_integrity()
+        store["item"].local.ids.check_integrity()
         if stage.commits:
             store.commit()
         elif store.version:
@@ -212,7 +210,6 @@ class Oracle:
             assert torch.equal(table.read_state(torch.tensor(ids, dtype=torch.int64)), self.table.read_state(numbers))
             assert torch.equal(store["plain"].read(torch.arange(50)), self.store["plain"].read(torch.arange(50)))
             known = table.ids
-            assert known is not None
             known.check_integrity()
             rows, candidates = known._known
             used = candidates.used_rows

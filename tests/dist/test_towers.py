@@ -222,7 +222,6 @@ def refused() -> list[str]:
         store.create_table(A)
         store.create_table(B)
         out, towers = TowerTieredEmbeddingBagCollection(store)(ids).values(), store.owners.towers
-        assert towers is not None
         assert out.shape == (2, 8)
         sent = towers.peers.traffic.bytes_sent
         assert sent == 2 * 8 + 2 * 4 * 4, "to one peer: how a call begins, and results of two samples"

@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: s
     """Whoever writes goes on from what is known to be on the device."""
     assert run(ROLLED_BACK, tmp_path, point) == "ended with -9\n"
     kept = {"head put": {3}, "transaction committed": {1, 3}}.get(point.removeprefix("rollback: "), {1})
-    options: Any
     for options in ({"mode": "r"}, {"keep": 3}, {"mode": "r"}):
         with tierstore.open(tmp_path, ddr="2MiB", threads=1, **options) as store:
             expected = torch.full((2000, 16), 0.5)

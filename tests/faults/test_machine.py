@@ -278,7 +278,6 @@ class Faults(RuleBasedStateMachine):
     )
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        assert self.work.last is not None
         self.work.rollback(data.draw(st.sampled_from(self.work.last.kept)))
 
     @precondition(lambda self: JIT_ENABLED and (self.device.is_free or not self.device.fault))  # reads evict rows

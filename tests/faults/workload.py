@@ -158,8 +158,6 @@ class Workload:
             self.mark("returned", begun)
 
     def rollback(self, to: Snapshot) -> None:
-        assert self.last is not None
-        assert to.version is not None
         kept = tuple(old for old in self.last.kept if (old.version or 0) <= to.version)
         shown = replace(to, kept=kept)
         self.mark("begun", shown)

@@ -247,7 +247,6 @@ class DynamicIdsMachine(RuleBasedStateMachine):
     @rule()
     def check(self) -> None:
         known = self.table.ids
-        assert known is not None
         known.check_integrity()
         self.table.pool.tier.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]

@@ -94,7 +94,6 @@ def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
             ids = torch.tensor([1, 2, 3, 4, 5])
             assert torch.equal(shown.read(ids), table.read(ids))
             assert listed(shown) == listed(table)
-            assert shown.ids is not None
             shown.ids.check_integrity()
             train(tierstore.TieredEmbeddingBag(store.change_table("item", num_embeddings=6)), 6, 7, 8)
             store.commit()

@@ -165,7 +165,6 @@ def test_a_rollback_that_has_not_deleted_its_segments(
         if reached != moment:
             return
         found = follower.find_newer()
-        assert found is not None
         assert found.version == 1
         assert FIRST in found.changed
         found.show()
@@ -201,7 +200,6 @@ def test_following_copies_no_map_and_reads_new_indexes_only(
         check_rows(follower, WIDE, keys_of(0, np.arange(1, 210)), 1)
     writer.commit(b"", 3, keep=3)  # rows of before and after version 2 are not put together
     found = follower.find_newer()
-    assert found is not None
     assert found.changed.tolist() == keys_of(0, np.arange(69)).tolist()
     found.show()
     check_rows(follower, WIDE, keys_of(0, np.arange(69)), 3)

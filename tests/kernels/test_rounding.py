@@ -232,7 +232,6 @@ def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -
     export_store(tmp_path / "store", exported)
     tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["t"])
     assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
-    asked: Any
     for asked, rounding in (
         ({}, "stochastic"),
         ({"dtype": "float32"}, "nearest"),

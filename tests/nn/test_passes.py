@@ -88,7 +88,6 @@ def test_checkpoints_train_as_without(store_dir: Path, way: str, rule: optim.Opt
                 out = run(lambda y, bag=bag: (y * bag(IDS + 5)).sum(), y if is_whole else fails(y)) + bag(IDS).sum()
                 with contextlib.nullcontext() if is_whole else pytest.raises(ArithmeticError):
                     out.backward()
-            assert x.grad is not None
             ended.append(torch.cat([table.read(ALL), x.grad[None]]))
             assert table.state.step == 2
             del y, out
@@ -150,7 +149,6 @@ def test_gradients_are_as_they_were_though_others_change_them(store: tierstore.S
     parameter = torch.nn.Parameter(torch.zeros(len(IDS), DIM))
 
     def empty(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         parameter.grad.zero_()
 
     parameter.register_post_accumulate_grad_hook(empty)

@@ -232,7 +232,6 @@ def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
         assert _salvaged(tmp_path, _changed(files, [(page * PAGE, bytes(PAGE))])).is_whole
         assert rows_of(tmp_path / "saved") == cleaned.rows
     anchor = newest_slot(files["rows.anchor"])
-    assert anchor is not None
     at_anchor = _changed(files, [(PAGE * i, meta) for i, meta in enumerate(anchor.metas)])["rows.lmdb"]
     known = {each.number for each in Image(at_anchor, cleaned.version).segments}
     later = [each for each in every.segments if each.number not in known]

@@ -65,7 +65,6 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         ids, offsets = _bags(np.random.default_rng(bags), bags, longest)
         expected = _by_lookup(table, ids, offsets, mode)
         memory = table.pool.tier.one_table(table.index, ROWS)
-        assert memory is not None
         hits = table.pool.arena.cache.counters().hits
         for given in (ids, ids.to(torch.int32)):
             for some, is_last_given in ((offsets, True), (offsets[:-1], False)):
@@ -202,7 +201,6 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         want = table.read(torch.from_numpy(ids)).float().numpy()
         before = store.stats().ddr
         found = table.rows_in_memory(ids)
-        assert found is not None
         assert found.dtype == np.float32
         assert found.tobytes() == want.tobytes()
         after = store.stats().ddr

@@ -13,7 +13,6 @@ import tierstore
 from tests.pool.support import CAPACITY, keys, make_pool, read, write
 from tests.tiers import TroubledTier
 from tierstore.cache.full import FullCache
-from tierstore.errors import ChecksumError
 from tierstore.io.base import MemoryColdTier
 from tierstore.pool.pool import Pool
 

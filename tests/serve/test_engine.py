@@ -331,7 +331,6 @@ sys.exit(cli.main(["serve", "--store", sys.argv[1], *sys.argv[2:]]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-c", code, str(store), *FREE_PORTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
         assert process.wait(WAIT_SECONDS) == status

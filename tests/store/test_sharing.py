@@ -169,8 +169,6 @@ def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path,
     locks = children.enter_context(closing(FileLocks(store / "rows.lmdb")))
     parent = children.enter_context(start(FORK, store, mode, how, changes={"PYTHONWARNINGS": "ignore"}))
     children.callback(parent.kill)
-    assert parent.stdout is not None
-    assert parent.stdin is not None
     children.callback(os.kill, int(parent.stdout.readline()), signal.SIGKILL)
     assert locks.oldest(1 << 40) is not None
     if mode == "r":

@@ -71,9 +71,7 @@ def extra_of(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def version_of(directory: Path) -> int:
-    origin = origin_of(extra_of(directory)[0])
-    assert origin is not None
-    return origin.version
+    return origin_of(extra_of(directory)[0]).version
 
 
 def edited(update: Update, path: Path, edit: Any) -> Path:

@@ -67,9 +67,7 @@ class Told:
         return make(self.source, since, **settings)
 
     def shown(self) -> Origin:
-        origin = origin_of(extra_of(self.replica)[0])
-        assert origin is not None
-        return origin
+        return origin_of(extra_of(self.replica)[0])
 
     def mixed(self) -> dict[str, Any]:
         """The first version with the urgent rows of the second."""
@@ -174,9 +172,7 @@ def take(replica: Path, publisher: Publisher, own: Origin | None, *, has_urgent:
     """As a replica does, which has all that is offered."""
     listing = publisher.folder.listing
     wanted = (listing.trial if not has_urgent else None) or listing.target
-    assert wanted is not None
     files = way([each for each in listing.files if has_urgent or not each.is_urgent], own, wanted)
-    assert files is not None
     for each in files:
         apply_update(replica, publisher.folder.path / each.id)
     return wanted

@@ -397,7 +397,6 @@ def test_one_process_writes_all_updates_of_a_server_whose_loop_waits_for_neither
             held, last = max(held, now - last if last else 0.0), now
             server.loop.call_later(0.002, beat)
 
-        assert server._thread.ident is not None
         noted = _NOTED[server._thread.ident] = []
         server.loop.call_soon_threadsafe(beat)
         server.engine.row_counts._counts.update(range(2 * 16_384))
@@ -427,7 +426,6 @@ def test_commands_of_two_processes(source: Path, tmp_path: Path, stack: contextl
     words = ["publish", str(source), "--port", "0", "--token-file", str(token)]
     publisher = Child(code, *words)
     stack.callback(publisher.kill)
-    assert publisher._process.stdout is not None
     said = [publisher._process.stdout.readline() for _ in range(2)]
     (url,) = [line.split()[1] for line in said if line.startswith("ready: ")]
     assert any(line.startswith("version 1: ") for line in said)
