@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "Child", "Reader", "Writer", "expected", "first_values"]
+__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "WRITER", "Child", "Reader", "Writer", "expected", "first_values"]
 
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
@@ -55,6 +55,12 @@ for line in sys.stdin:
     except tierstore.errors.TierstoreError as error:
         found = repr(error)
     print(json.dumps(found), flush=True)
+"""
+WRITER = """
+import sys
+from tierstore.updates.apply import answer
+for line in sys.stdin:
+    print(answer(line), flush=True)
 """
 OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Begins a process that is number 1, as in a container."""

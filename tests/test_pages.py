@@ -158,9 +158,7 @@ def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (furthest > 0.01).tolist() == [True, True, True, False]
 
 
-def test_the_run_from_the_command_line_follows_the_one_in_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_from_the_command_line_follows_that_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = DOCS / "data.md"
     text = page.read_text().partition("\n## ")[0]

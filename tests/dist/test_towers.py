@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore import optim
-from tierstore.dist import (
-    Plan,
-    ShardedStore,
-    Sharding,
-    TowerTieredEmbeddingBagCollection,
-    data_parallel,
-    open_sharded,
-)
+from tierstore.dist import Plan, ShardedStore, Sharding, TowerTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.errors import RankError
 
 from .ranks import run

@@ -182,9 +182,7 @@ def train_as_started(words: list[str], port: int, dies_at: int) -> int:
         return main(words)
 
 
-def test_ranks_started_again_after_one_died_end_in_the_same_bits(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
+def test_ranks_started_again_after_one_died_end_the_same(tmp_path: Path, expected: tuple[str, float, float]) -> None:
     """As torchrun does with --max-restarts."""
     (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
     agent = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -165,8 +165,7 @@ def test_rows_are_appended_once_in_key_order_in_full_segments(tmp_path, ddr):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")],
+    ("source", "target"), [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")]
 )
 def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, target):
     rows = some(40, 7, getattr(torch, source)) / 3

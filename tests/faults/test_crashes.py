@@ -69,9 +69,7 @@ def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: s
 @pytest.mark.parametrize(
     ("number", "seed"), [(180, 1), *(pytest.param(2000, 1000 * seed, marks=pytest.mark.soak) for seed in range(1, 11))]
 )
-def test_calls_cut_short_leave_every_row_right(
-    tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_calls_leave_rows_right(tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks."""
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     tally = cuts.live(tmp_path, cuts=number, seed=seed)

@@ -15,13 +15,6 @@ from tierstore import errors
 
 from .test_file_systems import mounted
 
-
-@pytest.fixture
-def store(store_dir: Path) -> Path:
-    make_store(store_dir)
-    return store_dir
-
-
 # File systems and permissions
 
 

@@ -82,9 +82,7 @@ def store(made: Path, tmp_path: Path) -> Path:
 # Overlays
 
 
-def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_of_it_is_told_to_open_again(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_is_told_to_open_again(made: Path, tmp_path: Path) -> None:
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
     shutil.copytree(made, tmp_path / "lower" / "store")

@@ -355,10 +355,7 @@ class Faults(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [
-        (5 if JIT_ENABLED else 1, 14),
-        pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
-    ],
+    [(5 if JIT_ENABLED else 1, 14), pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])],
 )
 def test_work_and_faults_in_any_order(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shrinking, which takes an hour: seed and steps of a failure are shown."""

@@ -38,9 +38,7 @@ def train(
 
 
 @pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
-def test_all_that_uses_a_row_is_ordered_with_dynamic_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str
-) -> None:
+def test_uses_of_a_row_are_ordered_with_dynamic_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str) -> None:
     """Without them, ``test_bits.py`` has it."""
     trace = tracing.install(monkeypatch, 0)
     with few_slots(40) if hbm == "8KiB" else contextlib.nullcontext():

@@ -182,9 +182,7 @@ def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
 
 
 @SIZES
-def test_a_lookup_under_capture_is_refused(
-    store_dir: Path, there: There, monkeypatch: pytest.MonkeyPatch, hbm: int
-) -> None:
+def test_no_lookup_is_captured(store_dir: Path, there: There, monkeypatch: pytest.MonkeyPatch, hbm: int) -> None:
     with open_store(store_dir, hbm=hbm) as store:
         bag = bag_of(store)
         if hbm == ENOUGH:
@@ -226,11 +224,9 @@ def test_what_is_wrong_is_named_as_the_host_names_it(store_dir: Path, there: The
 
 
 @contextlib.contextmanager
-def late(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> Iterator[tuple[tierstore.Store, Any, Count]]:
+def late(folder: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> Iterator[tuple[tierstore.Store, Any, Count]]:
     """A store whose rows are in, and a device that does nothing until the host waits for it or it is said to."""
-    with open_store(directory, hbm=ENOUGH) as store:
+    with open_store(folder, hbm=ENOUGH) as store:
         bag = bag_of(store)
         step(bag, ALL[:3])
         store.commit()
@@ -265,9 +261,7 @@ def test_a_late_error_is_raised_once(store_dir: Path, monkeypatch: pytest.Monkey
         assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
 
 
-def test_backward_raises_the_error_if_it_is_known_by_then(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
+def test_backward_raises_what_is_known_by_then(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
     with late(store_dir, monkeypatch, there) as (store, bag, count):
         out = bag(BAD, torch.tensor([0]))
         count.catch_up()

@@ -52,9 +52,7 @@ def commit_some_rows(path: Path) -> None:
         commit(tier, b"two")
 
 
-def test_zeros_do_not_count_though_the_page_is_the_files_again(
-    tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeros_do_not_count_if_the_page_is_the_files_again(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another reader may map the file again between the copy of a row and its checksum."""
     rows = tier._file.map.rows.guard
     refuse(rows, page_of(tier, 0, 7))

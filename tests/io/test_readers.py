@@ -29,12 +29,6 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows.lmdb"
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def opened(stack: ExitStack, path: Path) -> FileLocks:
     return stack.enter_context(closing(FileLocks(path)))
 
@@ -119,9 +113,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
     assert asking.oldest(1 << 40) is None
 
 
-def test_a_table_of_readers_of_another_shape_is_refused(
-    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_of_another_shape_are_refused(stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     monkeypatch.setattr(reader_locks, "_READER_BYTES", 4096)
     with pytest.raises(TierstoreError, match=r"install the release of lmdb"):

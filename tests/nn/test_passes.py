@@ -474,10 +474,6 @@ def by_torch(poolings: list[str], passes: list[list[Call]], rule: optim.Optimize
 def first_values(number: int) -> Tensor:
     rows = torch.empty(FEW, WIDTH)
     tierstore.init.Uniform(-1, 1, seed=number).fill(
-        (torch.arange(FEW) | number << 40).numpy(),
-        torch.arange(FEW, dtype=torch.int32).numpy(),
-        rows.numpy(),
-        WIDTH,
-        0,
+        (torch.arange(FEW) | number << 40).numpy(), torch.arange(FEW, dtype=torch.int32).numpy(), rows.numpy(), WIDTH, 0
     )
     return rows

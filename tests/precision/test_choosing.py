@@ -171,9 +171,7 @@ def killed(directory: str | Path, target: Path, *, after: int | None) -> None:
 
 
 @pytest.mark.parametrize("after", [40, None])
-def test_a_killed_search_goes_on_and_ends_the_same(
-    config: RunConfig, small: Path, tmp_path: Path, after: int | None
-) -> None:
+def test_a_killed_search_goes_on_to_the_same(config: RunConfig, small: Path, tmp_path: Path, after: int | None) -> None:
     target, points = tmp_path / "new", tmp_path / "new.points"
     killed(config.store.path, target, after=after)
     known = [json.loads(line)[0] for line in points.read_text().splitlines()[1:]]

@@ -2,30 +2,16 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from tests.following import Child
+from tests.following import WRITER, Child
 from tests.serve.whole import make_certificate
 from tests.train.runs import config_of
 from tierstore.serve.credentials import Tls
 from tierstore.serve.replica import Writer
 from tierstore.train import train
 from tierstore.train.config import RunConfig
-
-WRITER = """
-import sys
-from tierstore.updates.apply import answer
-for line in sys.stdin:
-    print(answer(line), flush=True)
-"""
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -278,9 +278,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_way(
-    store: Path, tmp_path: Path
-) -> None:
+def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_behind(store: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     want = contents(store)["item"].view(torch.float32).numpy()
     ids = np.arange(len(want))
@@ -343,9 +341,7 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_what_cannot_be_served_is_told_in_a_line(
-    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_told(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "no store is named" in said(capfd)
     assert cli.main(["serve", "--store", str(tmp_path / "none"), *FREE_PORTS]) == 1
     told = capfd.readouterr().err

@@ -135,9 +135,7 @@ def test_tritons_configuration(client: Any) -> None:
 
 
 @given(valid(), st.booleans(), st.text("abc-", max_size=9))
-def test_tensors_come_as_they_are_and_go_back(
-    running: dict[str, Fronted], drawn: Drawn, binary: bool, request_id: str
-) -> None:
+def test_tensors_go_back_as_they_are(running: dict[str, Fronted], drawn: Drawn, binary: bool, request_id: str) -> None:
     """Of any datatype and shape, and aligned: names of every length shift what follows by single bytes."""
     for protocol, served in running.items():
         tensors = {name: (each.datatype, each.data) for name, each in WAYS["gRPC, raw"](drawn).inputs.items()}

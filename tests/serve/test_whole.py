@@ -141,9 +141,7 @@ def test_a_replica_of_a_run_ranks_as_its_source(run: RunConfig, question: dict[s
         assert server.metric("tierstore_update_failures_total") == 0
 
 
-def test_hot_rows_are_kept_while_serving_and_there_after_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hot_rows_are_kept_while_serving_and_over_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are not written through a name that another made, and not read from what is no plain file."""
     store, other = tmp_path / "store", tmp_path / "other"
     change(store, 1)

@@ -164,9 +164,7 @@ def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_pat
     assert names(tmp_path) == ["pages", "source"]
 
 
-def test_the_manifest_comes_last_after_synced_rows(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_comes_after_synced_rows(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     rename, fsync = os.rename, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))

@@ -48,9 +48,7 @@ def shown(directory: Path, version: int | None = None) -> torch.Tensor:
         ("lru", "commit: frozen rows written"), ("lfu", "commit: record put"),
     ],
 )  # fmt: skip
-def test_a_version_shows_what_was_there_when_it_was_asked_for(
-    store_dir: Path, gate: Gate, policy: str, point: str
-) -> None:
+def test_a_version_shows_what_was_there_when_asked_for(store_dir: Path, gate: Gate, policy: str, point: str) -> None:
     """Rows change before and after they were written, are evicted, and are read while the writer stands still."""
     generator = torch.Generator().manual_seed(POLICIES.index(policy))
     with open_store(store_dir, policy=policy, keep=3) as store:
@@ -124,9 +122,7 @@ def test_a_failed_commit_loses_no_row_and_is_told_once(
     assert torch.equal(shown(store_dir), expected)
 
 
-def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unseen_errors_are_raised_by_the_next_commit_or_close(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(store_dir)
     put(store, ALL[:10], 1.0)
     failing(store, lambda _: True, monkeypatch)

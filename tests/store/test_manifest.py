@@ -95,9 +95,7 @@ def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str,
     assert len(str(raised.value)) < 1000
 
 
-def test_a_manifest_that_could_not_be_read_back_is_not_written(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_cannot_be_read_back_is_not_written(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "_MAX_BYTES", 100_000)
     store_dir.mkdir()
     tables = tuple(replace(CONFIG, name=f"t{i}") for i in range(100))

@@ -179,9 +179,7 @@ def test_the_file_is_written_now_and_then(
     assert [each.getMessage() for each in caplog.records] == ["the recording goes on, and is not on disk: no room left"]
 
 
-def test_a_recording_that_cannot_be_written_is_not_lost(
-    store_dir: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritten_recording_is_not_lost(store_dir: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(store_dir) as store:
         recorder = store.record(path, rate=1.0)
         store["a"].read(torch.tensor([1]))

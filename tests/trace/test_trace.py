@@ -167,9 +167,7 @@ def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None
     rate=st.sampled_from([1.0, 0.7, 0.1, 0.001]),
     max_bytes=st.sampled_from([100, 500, 2000, 10_000, 60_000]),
 )
-def test_a_recording_is_a_filter_of_what_was_looked_up(
-    seed: int, sizes: list[int], rate: float, max_bytes: int
-) -> None:
+def test_a_recording_is_a_filter_of_lookups(seed: int, sizes: list[int], rate: float, max_bytes: int) -> None:
     generator = np.random.default_rng(seed)
     recorded = Recorded(list(INDEXES), rate=rate, max_bytes=max_bytes)
     log: list[Batch] = []

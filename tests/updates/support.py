@@ -23,13 +23,11 @@ def table_config(name: str, **fields: Any) -> tierstore.TableConfig:
     return tierstore.TableConfig(name=name, init=tierstore.init.Normal(std=0.5, seed=7), **fields)
 
 
-def change(
-    directory: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = ("item", "user")
-) -> dict[str, set[int]]:
+def change(folder: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = ("item", "user")) -> dict[str, set[int]]:
     """Write some rows, most of them new values, some the bits they had, and commit; the rows whose bits changed."""
     generator = torch.Generator().manual_seed(seed)
     changed: dict[str, set[int]] = {}
-    with tierstore.open(directory, keep=keep, **SMALL) as store:
+    with tierstore.open(folder, keep=keep, **SMALL) as store:
         for name in names:
             config = {"dtype": "bfloat16", "embedding_dim": 5} if name == "user" else {}
             table = store.create_table(table_config(name, **config))

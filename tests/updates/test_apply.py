@@ -22,12 +22,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.apply import answer
-from tierstore.updates.update_file import (
-    MAX_CHUNK_BYTES,
-    MAX_PAYLOAD_BYTES,
-    UpdateFile,
-    pack_chunk,
-)
+from tierstore.updates.update_file import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, UpdateFile, pack_chunk
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +154,7 @@ HOSTILE = {
 }
 
 
-def test_a_hostile_file_changes_nothing(
-    replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path
-) -> None:
+def test_hostile_files_change_nothing(replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path) -> None:
     for name, edit in HOSTILE.items():
         with pytest.raises(errors.DamagedError):
             print(name, apply_update(replica, edited(updates[1], tmp_path / name, edit)))

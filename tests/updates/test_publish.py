@@ -241,9 +241,7 @@ ANSWERS = {
 }
 
 
-def test_a_server_of_lookups_that_answers_nonsense_counts_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_answers_nonsense_counts_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     change(source := tmp_path / "source", 1, keep=4)
     servers = [*map(Server, ANSWERS.values()), Server({5: 2}), Server({5: 1, 6: 1})]
     publisher = publisher_of(source, lookups=servers)

@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tests.children import run
-from tests.following import Child
+from tests.following import WRITER, Child
 from tests.updates.support import SMALL, change, contents, same, table_config, version_of
 from tierstore import errors
 from tierstore.io.lmdb import LmdbColdTier
@@ -160,9 +160,7 @@ KILLED = """
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
-def test_a_kill_at_any_step_leaves_one_version_or_the_other_and_a_place_for_other_tables(
-    forked: Forked, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_step_leaves_either_version_and_a_place_for_other_tables(forked: Forked, tmp_path: Path) -> None:
     files = (forked.first.path, forked.one.path, forked.other.path)
     _, *actions = run(KILLED, *files, tmp_path / "killed").split("begin ")
     assert len(actions) == 3
@@ -178,9 +176,7 @@ def test_a_kill_at_any_step_leaves_one_version_or_the_other_and_a_place_for_othe
         assert seen == {before, after}
 
 
-def test_another_store_and_another_table_are_refused_even_if_they_would_fit(
-    replica: Path, forked: Forked, tmp_path: Path
-) -> None:
+def test_another_store_or_table_is_refused_even_if_it_would_fit(replica: Path, forked: Forked, tmp_path: Path) -> None:
     before = contents(replica)
     change(tmp_path / "twin", 1)
     twin = write_update(tmp_path / "twin", tmp_path / "update of a twin")
@@ -194,14 +190,6 @@ def test_another_store_and_another_table_are_refused_even_if_they_would_fit(
     with pytest.raises(errors.TableError, match=r"table 2 of .*new one.*new other.*new, empty directory"):
         apply_update(replica, whole.path, replaces=forked.one.header.origin.commit_id)
     assert version_of(replica) == 2
-
-
-WRITER = """
-import sys
-from tierstore.updates.apply import answer
-for line in sys.stdin:
-    print(answer(line), flush=True)
-"""
 
 
 class Writer(Child):
@@ -250,9 +238,7 @@ def test_a_recording_ends_where_another_table_takes_a_place(
     assert looked_up == {"item": 0, "user": 0, "new one": 3}
 
 
-def test_a_reader_that_missed_the_rollback_goes_on_and_says_so(
-    reader: tierstore.Store, writer: Writer, forked: Forked
-) -> None:
+def test_a_reader_that_missed_the_rollback_says_so(reader: tierstore.Store, writer: Writer, forked: Forked) -> None:
     writer.apply(forked.one)
     reader.refresh()
     writer.go_back()

@@ -85,9 +85,7 @@ def test_rows_that_were_written_are_sent_whatever_bits_they_had(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
-def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_first_values(
-    tmp_path: Path, dtype: Any
-) -> None:
+def test_everything_has_the_bits_of_the_source_and_rows_it_lacks_their_first_values(tmp_path: Path, dtype: Any) -> None:
     """As when the source was put back from a copy of which nothing is left that the replica has."""
     replica, made = tmp_path / "replica", []
     for seed in (1, 2):
@@ -200,9 +198,7 @@ def test_each_commit_follows_from_the_one_before_it() -> None:
     assert Lineage.from_dict(made.to_dict()) == made
 
 
-def test_what_an_earlier_release_wrote_has_no_identity_and_is_not_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_release_wrote_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def framed(tables: Any, extra: Any, _lineage: Any, framed: Any = payloads._framed) -> bytes:
         return bytes(framed(tables, extra, NO_LINEAGE))
 

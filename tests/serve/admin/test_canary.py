@@ -197,9 +197,7 @@ def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site: Site, 
     assert f"cannot be {what}" in site.publisher.folder.listing.verdicts[0].why
 
 
-def test_refusals_errors_and_waits_of_a_server_count(
-    tmp_path: Path, stack: contextlib.ExitStack, publisher: Any
-) -> None:
+def test_a_servers_refusals_errors_and_waits_count(tmp_path: Path, stack: contextlib.ExitStack, publisher: Any) -> None:
     publisher.step()
     flags = {"sources": (publisher.url,), "canary": True}
     server = stack.enter_context(whole.serving(tmp_path / "replica", **flags))

@@ -124,12 +124,7 @@ def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
 
 
 def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    for token, url in (
-        (None, "http://far"),
-        ("t", "https://far"),
-        ("t", "http://localhost"),
-        ("t", "http://far"),
-    ):
+    for token, url in ((None, "http://far"), ("t", "https://far"), ("t", "http://localhost"), ("t", "http://far")):
         Source(url, token)
     assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["http://far"]
     for url in ("ftp://somewhere", "http://user:secret@far", "http://far?x=1", "far:8002"):

@@ -90,9 +90,7 @@ def test_models_take_turns(bench: Bench) -> None:
     assert bench.batches == [[0], [10], [-1], [1], [11], [2], [3]]
 
 
-def test_good_queries_are_answered_however_many_bad_ones_are_with_them(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_good_queries_are_answered_however_many_are_bad(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """If the model has answered anything before; one that never has, or has stopped to, is not asked for ever."""
     tasks = [bench.submit(Ask(number, is_poison=True)) for number in range(1000)]
     bench.work()
@@ -192,9 +190,7 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(ben
 
 
 @pytest.mark.parametrize("failure", ["short", "exit", "invalid", "gone"])
-def test_whatever_run_does_its_queries_are_answered(
-    bench: Bench, failure: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_run_does_queries_are_answered(bench: Bench, failure: str, caplog: pytest.LogCaptureFixture) -> None:
     """What it says of one query is passed on to that alone, and of a model that is gone to all who wait."""
 
     def run(queries: Sequence[Ask]) -> list[int]:

@@ -167,9 +167,7 @@ def test_messages_that_do_not_agree_with_themselves() -> None:
         assert raised.value.status is Status.INVALID
 
 
-def test_numbers_of_elements_that_are_handled_one_by_one_and_of_fields_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numbers_of_elements_handled_one_by_one_and_of_fields_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_ELEMENTS", 3)
     for count, raw in ((3, False), (4, True)):
         drawn = Drawn([Tensor("x", "FP32", [count], [1] * count)])

@@ -307,9 +307,7 @@ def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor
 
 
 @pytest.mark.parametrize("samples", [1, 33])
-def test_its_outputs_are_those_of_the_program_called_by_hand(
-    folder: Path, store: tierstore.Store, samples: int
-) -> None:
+def test_outputs_are_those_of_the_program_called_by_hand(folder: Path, store: tierstore.Store, samples: int) -> None:
     model = served(store, folder / "mine.pt2")
     inputs, bags = query(samples, samples)
     (found,) = model.run([model.parse(inputs)])
