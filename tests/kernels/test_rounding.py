@@ -1,6 +1,5 @@
 """Stochastic rounding of updated rows, against its definition in float64, and what its mean comes to."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,7 @@ def sampled(dtype: str) -> Any:
 
 @pytest.mark.kernel
 @every_dtype
-def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype: str) -> None:
+def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype):
     values = sampled(dtype)
     values = values[np.abs(values) < halfs(dtype)[-1]]
     inner, share = neighbours(values, dtype)
@@ -120,7 +119,7 @@ def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype: 
 @pytest.mark.kernel
 @every_dtype
 @given(pairs=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)), min_size=1))
-def test_any_float(dtype: str, pairs: list[tuple[int, int]]) -> None:
+def test_any_float(dtype, pairs):
     values = np.array([pattern for pattern, _ in pairs], np.uint32).view(np.float32)
     random = np.array([bits for _, bits in pairs], np.uint64)
     found, expected = by_kernel(values, random, dtype), rounded(values, random, dtype)
@@ -158,9 +157,7 @@ def bits_of(table: tierstore.Table) -> Any:
         for place, rule in enumerate(OPTIMIZERS)
     ],
 )
-def test_each_update_is_that_in_float32_rounded(
-    tmp_path: Path, ddr: str, dim: int, optimizer: optim.Optimizer, dtype: str
-) -> None:
+def test_each_update_is_that_in_float32_rounded(tmp_path, ddr, dim, optimizer, dtype):
     """A table in float32 is given the rows before each update, and so has what is to be rounded after it."""
     own = {"optimizer": optimizer, "embedding_dim": dim}
     with (
@@ -183,7 +180,7 @@ def test_each_update_is_that_in_float32_rounded(
         assert (not isinstance(table.pool.cache, FullCache)) == (ddr != "8MiB")
 
 
-def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Path) -> None:
+def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path):
     config = table_config("t", dtype="float16", rounding="stochastic", optimizer=optim.Adam())
     with tierstore.open(tmp_path / "whole", ddr="8MiB") as store:
         table = store.create_table(config)
@@ -207,7 +204,7 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Pat
 # What a table's configuration says
 
 
-def test_the_device_tier_refuses_it_at_once(tmp_path: Path) -> None:
+def test_the_device_tier_refuses_it_at_once(tmp_path):
     config = table_config("t", dtype="bfloat16", rounding="stochastic")
     refusal = "'t' has rounding='stochastic', which is not supported with hbm; open the store with hbm=0"
     with tierstore.open(tmp_path / "store", ddr="2MiB", hbm="1% of tables") as store:
@@ -223,7 +220,7 @@ def test_the_device_tier_refuses_it_at_once(tmp_path: Path) -> None:
         assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
 
 
-def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -> None:
+def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path):
     exported = tmp_path / "t.safetensors"
     with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
         for name in ("t", "u"):
@@ -267,7 +264,7 @@ def narrow(values: np.ndarray, out: np.ndarray, dtype_code: int) -> None:
 
 @pytest.mark.kernel
 @every_half
-def test_every_bit_pattern_widens_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+def test_every_bit_pattern_widens_as_in_torch(dtype_code, dtype):
     bits = np.arange(0, 65536, every, dtype=np.uint16)
     out = np.empty(len(bits), np.float32)
     widen(bits, out, dtype_code)
@@ -279,7 +276,7 @@ def test_every_bit_pattern_widens_as_in_torch(dtype_code: int, dtype: torch.dtyp
 
 @pytest.mark.kernel
 @every_half
-def test_ties_their_neighbours_and_extremes_narrow_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+def test_ties_their_neighbours_and_extremes_narrow_as_in_torch(dtype_code, dtype):
     exact = torch.arange(0, 0x7C00, every * 3, dtype=torch.int32).to(torch.int16).view(torch.float16)
     lower = exact.to(dtype).float()
     upper = (exact.to(dtype).view(torch.int16) + 1).view(dtype).float()

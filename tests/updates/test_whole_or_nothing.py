@@ -64,7 +64,7 @@ def tables_of(directory: Path) -> list[str]:
         return list(store.tables)
 
 
-def test_a_rollback_by_any_other_way_makes_room_too(replica: Path, forked: Forked, tmp_path: Path) -> None:
+def test_a_rollback_by_any_other_way_makes_room_too(replica, forked, tmp_path):
     apply_update(replica, forked.one.path)
     with tierstore.open(replica, keep=2, **SMALL) as store:
         store.rollback(1)
@@ -76,9 +76,7 @@ def test_a_rollback_by_any_other_way_makes_room_too(replica: Path, forked: Forke
     assert same(contents(replica), contents(forked.source))
 
 
-def test_an_update_that_fails_leaves_no_tables(
-    replica: Path, forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_leaves_no_tables(replica, forked, tmp_path, monkeypatch):
     """A replica to which nothing was applied yet is nobody's: the next update may be of another store."""
     change(tmp_path / "another", 1, names=("user",))
     another, before = write_update(tmp_path / "another", tmp_path / "update"), contents(replica)
@@ -160,7 +158,7 @@ KILLED = """
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
-def test_a_kill_at_any_step_leaves_either_version_and_a_place_for_other_tables(forked: Forked, tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_either_version_and_a_place_for_other_tables(forked, tmp_path):
     files = (forked.first.path, forked.one.path, forked.other.path)
     _, *actions = run(KILLED, *files, tmp_path / "killed").split("begin ")
     assert len(actions) == 3
@@ -176,7 +174,7 @@ def test_a_kill_at_any_step_leaves_either_version_and_a_place_for_other_tables(f
         assert seen == {before, after}
 
 
-def test_another_store_or_table_is_refused_even_if_it_would_fit(replica: Path, forked: Forked, tmp_path: Path) -> None:
+def test_another_store_or_table_is_refused_even_if_it_would_fit(replica, forked, tmp_path):
     before = contents(replica)
     change(tmp_path / "twin", 1)
     twin = write_update(tmp_path / "twin", tmp_path / "update of a twin")
@@ -224,9 +222,7 @@ def reader(replica: Path) -> Iterator[tierstore.Store]:
         yield store
 
 
-def test_a_recording_ends_where_another_table_takes_a_place(
-    reader: tierstore.Store, writer: Writer, forked: Forked, tmp_path: Path
-) -> None:
+def test_a_recording_ends_where_another_table_takes_a_place(reader, writer, forked, tmp_path):
     with reader.record(tmp_path / "lookups.npz", rate=1):
         for update, name in ((forked.one, "new one"), (forked.other, "new other")):
             writer.apply(update)
@@ -238,7 +234,7 @@ def test_a_recording_ends_where_another_table_takes_a_place(
     assert looked_up == {"item": 0, "user": 0, "new one": 3}
 
 
-def test_a_reader_that_missed_the_rollback_says_so(reader: tierstore.Store, writer: Writer, forked: Forked) -> None:
+def test_a_reader_that_missed_the_rollback_says_so(reader, writer, forked):
     writer.apply(forked.one)
     reader.refresh()
     writer.go_back()
@@ -248,9 +244,7 @@ def test_a_reader_that_missed_the_rollback_says_so(reader: tierstore.Store, writ
     assert reader["new one"].read(torch.tensor([0])).tolist() == [[1.0] * 3]
 
 
-def test_a_table_that_went_with_a_version_reads_nothing_of_another(
-    reader: tierstore.Store, writer: Writer, forked: Forked
-) -> None:
+def test_a_table_that_went_with_a_version_reads_nothing_of_another(reader, writer, forked):
     writer.apply(forked.one)
     assert reader.find_newer() is not None, "what is seen and not shown is in nobody's way"
     reader.refresh()

@@ -31,14 +31,14 @@ WRONG_FLAGS = [
 ]
 
 
-def test_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_name_the_way(capsys):
     for words, why in WRONG_FLAGS:
         with contextlib.suppress(SystemExit):  # of argparse
             assert cli.main(words) == 2
         assert why in capsys.readouterr().err
 
 
-def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_only_a_holder_of_the_token_has_anything(source, tmp_path, stack):
     publisher = stack.enter_context(publishing(source, token="secret"))
     publisher.step()
     (file,) = publisher.folder.listing.files
@@ -84,7 +84,7 @@ WRONG = {
 }
 
 
-def test_a_hostile_list_is_no_list() -> None:
+def test_a_hostile_list_is_no_list():
     assert Listing.from_json(GOOD.encode()).serial == 7
     for name, (old, new) in WRONG.items():
         assert old in GOOD, name
@@ -94,7 +94,7 @@ def test_a_hostile_list_is_no_list() -> None:
         Listing.from_json(Listing(files=(FILE,) * (MAX_FILES + 1)).to_json())
 
 
-def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
+def test_the_way_to_a_version_is_by_changes_where_they_lead_there():
     def file(number: int, since: int, version: int, *, urgent: bool = False) -> Offered:
         return Offered(
             f"{number:016x}", 10, since, f"{since:016x}" if since else "", version, f"{version:016x}", urgent
@@ -123,7 +123,7 @@ def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
     assert ids(at(4, "5" * 16), 5) == [5]
 
 
-def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog):
     for token, url in ((None, "http://far"), ("t", "https://far"), ("t", "http://localhost"), ("t", "http://far")):
         Source(url, token)
     assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["http://far"]
@@ -136,9 +136,7 @@ def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog: pytest.LogCapture
 # Replicas that meet a full disk, damage, or a slow source: what is kept, and what is tried again.
 
 
-def test_what_has_arrived_outlives_a_full_disk_and_a_restart(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
+def test_what_has_arrived_outlives_a_full_disk_and_a_restart(source, tmp_path, monkeypatch, stack):
     publisher = stack.enter_context(publishing_changes(source))
     copy, delta = publisher.folder.listing.files
     arrived = tmp_path / "replica" / "incoming" / copy.id
@@ -165,9 +163,7 @@ def test_what_has_arrived_outlives_a_full_disk_and_a_restart(
     assert publisher.given_bytes == copy.size_bytes + delta.size_bytes
 
 
-def test_a_file_that_lost_a_bit_here_is_fetched_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
+def test_a_file_that_lost_a_bit_here_is_fetched_again(source, tmp_path, monkeypatch, stack):
     publisher = stack.enter_context(publishing_changes(source))
     replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     copy, delta = publisher.folder.listing.files
@@ -187,9 +183,7 @@ def test_a_file_that_lost_a_bit_here_is_fetched_again(
     assert publisher.given_bytes == copy.size_bytes + 2 * delta.size_bytes
 
 
-def test_a_slow_source_does_not_delay_another(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, publisher: Any
-) -> None:
+def test_a_slow_source_does_not_delay_another(source, tmp_path, monkeypatch, stack, publisher):
     publisher.step()
     monkeypatch.setattr(updates, "_LISTS_SECONDS", 0.5)
     replica = stack.enter_context(following(tmp_path / "replica", ["http://127.0.0.1:1", publisher.url]))
