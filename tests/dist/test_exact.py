@@ -134,7 +134,6 @@ def joined(case: Case, jagged: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor
 
 
 def gradient(case: Case, key: str, jagged: KeyedJaggedTensor, rank: int, number: int) -> Tensor:
-    """Of a feature's results."""
     dim = next(config.embedding_dim for config, _ in case.tables if key in config.feature_names)
     generator = torch.Generator().manual_seed(1000 * number + 10 * rank + case.features.index(key))
     count = jagged.stride() if case.is_pooled else len(jagged[key].values())
@@ -174,7 +173,6 @@ def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def train(case: Case, *, by_towers: bool = False) -> Trained:
-    """By this rank."""
     rank, made = dist.get_rank(), Trained({}, {}, {}, {})
     with open_memory(case, by_towers=by_towers) as store:
         for config, sharding in case.tables:

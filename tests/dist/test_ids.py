@@ -98,7 +98,6 @@ def seeds(step: Step) -> list[int]:
 
 
 def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> list[Tensor]:
-    """A rank's results."""
     rank, outs, stage = dist.get_rank(), [], Stage(*given)
     with open_sharded(folder, ddr=stage.ddr, threads=1) as store:
         for each in (table, PLAIN):
@@ -167,7 +166,6 @@ class Oracle:
             self.table.write(torch.tensor([self.model.rows[key].number for key in new]), first_values(new, DIM))
 
     def run(self, stage: Stage) -> list[list[Tensor]]:
-        """Results of each rank."""
         outs: list[list[Tensor]] = [[] for _ in range(stage.ranks)]
         for step in stage.steps:
             if step.kind == "evict":

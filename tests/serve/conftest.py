@@ -14,6 +14,11 @@ from tierstore.train import train
 from tierstore.train.config import RunConfig
 
 
+@pytest.fixture(params=["http", "grpc"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def writing_child() -> Iterator[Child]:
     child = Child(WRITER)

@@ -33,11 +33,6 @@ LARGE = 20_480
 """Rows of x: so much that it is encoded in pieces, and its acceptance waited for."""
 
 
-@pytest.fixture(params=PROTOCOLS)
-def protocol(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def running() -> Iterator[dict[str, Fronted]]:
     with ExitStack() as stack:

@@ -48,11 +48,6 @@ def both(stores: dict[str, Path]) -> Iterator[InThread]:
         yield server
 
 
-@pytest.fixture(params=PROTOCOLS)
-def protocol(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def triton(server: InThread, protocol: str) -> Any:
     """Triton's client of the protocol, one thread's at a time."""
     address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")

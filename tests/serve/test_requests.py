@@ -166,7 +166,6 @@ def rest_body(drawn: Drawn, *, binary: bool, **more: Any) -> tuple[bytes, int]:
 
 
 def parse(body: bytes, length: int | None = None) -> InferRequest:
-    """What REST makes of a body."""
     return parse_infer(body, json_bytes=length, json_bytes_max=JSON_MAX, model="m").request
 
 
@@ -193,7 +192,6 @@ def grpc_message(drawn: Drawn, *, raw: bool) -> Any:
 
 
 def decode(message: Any, **options: Any) -> InferRequest:
-    """What gRPC makes of a message."""
     return decode_request(read_request(message.SerializeToString()), **options)
 
 

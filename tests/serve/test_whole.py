@@ -257,9 +257,7 @@ def shown_certificate(port: int) -> bytes:
         return secured.getpeercert(binary_form=True) or b""
 
 
-def test_a_renewed_certificate_is_shown_on_all_ports(
-    plain: Path, tls: Tls, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_renewed_certificate_is_shown_on_all_ports(plain, tls, tmp_path, caplog):
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     make_certificate("first", certificate, key)
     with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
@@ -391,8 +389,8 @@ class Trained(torch.nn.Module):
 
 
 def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_there_is_no_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     """Else they are the file's, also after another version had them; the metadata and the log tell which."""
     directory, model = tmp_path / "store", Trained()
     program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))

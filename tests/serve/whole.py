@@ -166,7 +166,6 @@ class Command:
 
 @contextlib.contextmanager
 def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]:
-    """The command, which is gone at the end."""
     made = Command(log, *arguments)
     try:
         if ready:

@@ -115,7 +115,6 @@ def with_payload(*raws: bytes) -> Any:
 
 
 def with_ids(ids: list[int]) -> Any:
-    """Of table ``item``."""
     layout = table_config("item").layout(4096)
     rows = np.zeros((len(ids), layout.weight_words), np.uint64)
     return with_chunks(1, 0, (len(ids), pack_chunk(np.array(ids, np.int64), rows, layout)))

@@ -25,7 +25,6 @@ class Ask:
 
 
 def answer(queries: Sequence[Ask]) -> list[int]:
-    """The numbers."""
     if any(each.is_poison for each in queries):
         raise ArithmeticError("the secret of the model")
     return [each.number for each in queries]
