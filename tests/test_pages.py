@@ -55,9 +55,6 @@ def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_
     assert headline({}) == [columns]
 
 
-# The reference, and links
-
-
 def test_the_reference_is_built_without_warnings_and_describes_all_that_is_public(tmp_path):
     reference.build(tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
@@ -84,9 +81,6 @@ def test_the_first_examples_of_pages_may_be_run_in_one_folder():
     ]
     assert len(names) > 10
     assert len(names) == len({*names}), sorted(names)
-
-
-# Snippets
 
 
 def first_block(page: Path) -> tuple[str, str]:

@@ -50,9 +50,6 @@ def train_in(size: int, folder: Path, steps: int) -> None:
     run(train, size, folder.parent, folder, steps)
 
 
-# Kills
-
-
 def die(folder: Path, point: str, rank: int) -> None:
     """Open as so many ranks, one or, with -1, all of which end at a named step."""
     if rank in (-1, torch.distributed.get_rank()):
@@ -115,9 +112,6 @@ def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folde
     assert step_of(folder) == 3
 
 
-# Other runs
-
-
 def test_another_number_of_ranks_is_refused_while_a_part_is_open_for_writing(folder, tmp_path):
     with tierstore.open(folder / "1-of-2", keep=2, **SMALL):
         before = files_of(folder)
@@ -158,9 +152,6 @@ def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder, tmp_
     assert StoreNotFoundError.__name__ in run(open_refused, 1, tmp_path, tmp_path / "nothing", "r")[0]
 
 
-# Whose part it is
-
-
 def swap(folder: Path) -> None:
     for before, after in (("0-of-2", "x"), ("1-of-2", "0-of-2"), ("x", "1-of-2")):
         (folder / before).rename(folder / after)
@@ -185,9 +176,6 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(spoil, fol
         told += [each for each in run(open_refused, size, tmp_path, folder) if "RankError" not in each]
     assert all("1-of-2 holds the part 0-of-2" in each or "0-of-2 holds the part 1-of-2" in each for each in told)
     assert len(told) >= 7
-
-
-# Interruptions
 
 
 @pytest.mark.parametrize("words", [["--ranks", "3"], ["--plain"]])

@@ -265,9 +265,6 @@ def _call(name: str, arguments: tuple[int, ...]) -> int:
     return result if name in _SIZED else ctypes.c_int(result).value
 
 
-# The callbacks
-
-
 @functools.cache
 def _real(name: str) -> Any:
     function = _libc[name]

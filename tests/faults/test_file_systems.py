@@ -79,9 +79,6 @@ def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "store"))
 
 
-# Overlays
-
-
 def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_is_told_to_open_again(made, tmp_path):
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
@@ -103,9 +100,6 @@ def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_is_told_to_open_aga
         with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as writer:
             writer.rollback(1)
         _check(layered, 1.0)
-
-
-# Files that others remove
 
 
 def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made, tmp_path):
@@ -147,9 +141,6 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made, tmp_path):
         _check(tmp_path / name, 3.0)
         with tierstore.open(tmp_path / name, ddr="1MiB", threads=1) as writer:
             assert _write(writer, 4.0) == 4
-
-
-# Making stores
 
 
 @pytest.mark.parametrize(
@@ -208,9 +199,6 @@ def test_the_root_of_a_file_system_is_empty_to_a_new_store(store, tmp_path):
         assert (tmp_path / command / "lost+found").is_dir()
 
 
-# Modes and names
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
 def test_files_have_the_mode_that_the_umask_says(tmp_path, umask, mode):
     os.chmod(tmp_path, 0o2775)
@@ -253,9 +241,6 @@ def test_names_that_no_terminal_can_show(made, tmp_path, monkeypatch):
         out.flush()
         assert raw.getvalue().count(rb"st\udcff\udce9re") >= 4
         assert "na\u00efve".encode(encoding, errors="backslashreplace") in raw.getvalue()
-
-
-# Stores that are moved and copied
 
 
 def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store, tmp_path):

@@ -73,9 +73,6 @@ def test_buffers_are_used_again_only_when_their_copy_is_done():
     assert waited == [1, 2, 3, 4, 5, 6]
 
 
-# What fails
-
-
 class OutOfMemory(Exception):
     pass
 
@@ -140,9 +137,6 @@ def test_rows_of_a_failed_update_are_newer_than_those_below(store_dir, monkeypat
         with hot(store).emptied():
             pass
         assert (store["t"].read(ALL[:20]) == -1).all()
-
-
-# Ids on the device
 
 
 class There:

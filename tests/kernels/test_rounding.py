@@ -73,9 +73,6 @@ def random_bits(seed: int, step: int, table_index: int, rows: Any, dim: int) -> 
     return mixed(of_rows[:, None] + np.arange(dim, dtype=np.uint64))
 
 
-# One weight
-
-
 @kernel
 def round_all(values: Any, random: Any, out: Any, dtype_code: int) -> None:
     for i in range(values.shape[0]):
@@ -126,9 +123,6 @@ def test_any_float(dtype, pairs):
     is_nan = np.isnan(values)
     assert torch.from_numpy(found[is_nan]).view(getattr(torch, dtype)).isnan().all()
     assert np.array_equal(found[~is_nan], expected[~is_nan])
-
-
-# Updates
 
 
 def table_config(name: str, **changes: Any) -> tierstore.TableConfig:
@@ -201,9 +195,6 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path):
             store.rollback(1)
 
 
-# What a table's configuration says
-
-
 def test_the_device_tier_refuses_it_at_once(tmp_path):
     config = table_config("t", dtype="bfloat16", rounding="stochastic")
     refusal = "'t' has rounding='stochastic', which is not supported with hbm; open the store with hbm=0"
@@ -239,9 +230,6 @@ def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path):
             assert Manifest.read(tmp_path / f"{asked}").tables[0].rounding == rounding
     with pytest.raises(errors.TableError, match="rounding=nearest, not stochastic; leave the rounding as it is"):
         import_files(tmp_path / f"{asked}", [exported], rounding="stochastic")
-
-
-# Rounding to nearest
 
 
 every_half = pytest.mark.parametrize(

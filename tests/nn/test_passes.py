@@ -46,9 +46,6 @@ def bag(store: tierstore.Store) -> tierstore.TieredEmbeddingBag:
     return tierstore.TieredEmbeddingBag(store.create_table(config()))
 
 
-# One pass is one update
-
-
 def test_lookups_are_merged_in_the_order_of_their_forwards(store):
     table = store.create_table(config(init=tierstore.init.Constant(0.0)))
     bag = tierstore.TieredEmbeddingBag(table)
@@ -205,9 +202,6 @@ def test_compiled_autograd_is_refused(store_dir):
             pytest.raises(RuntimeError, match="compiled_autograd = False"),
         ):
             bag(IDS).sum().backward()
-
-
-# Gradients see what forward read
 
 
 CHANGES: dict[str, Any] = {

@@ -139,9 +139,6 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
         assert store._cold.counters().pages_read == 2  # one for each call
 
 
-# Whole or not at all
-
-
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1], 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
     data = bytearray((source / "rows.lmdb").read_bytes())

@@ -79,9 +79,6 @@ def begun(served: Fronted, count: int, rows: int = 1) -> list["Future[Any]"]:
     return answers
 
 
-# Health, metadata, answers.
-
-
 def test_health(served, client):
     asked = [("double", ""), ("double", VERSION), ("double", "8"), ("absent", "")]
 
@@ -186,9 +183,6 @@ def test_an_unexpected_error_tells_nothing(served, client, caplog, monkeypatch):
     assert "secret" in caplog.text
 
 
-# Many at once, and who leaves.
-
-
 def test_who_leaves_is_not_worked_for(served):
     with ExitStack() as stack:
         if served.protocol == "http":
@@ -236,9 +230,6 @@ def test_stop_cuts_off_what_does_not_end_and_frees_the_port(protocol):
         served.call(served.server.stop(1))
     with serving(protocol, port=served.port) as again:
         assert again.port == served.port
-
-
-# Sizes and numbers.
 
 
 def test_requests_that_are_too_large(protocol):

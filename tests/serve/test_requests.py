@@ -289,9 +289,6 @@ def test_bounds_of_rest() -> None:
         refusal(WAYS[way], texts, status=Status.TOO_LARGE)
 
 
-# Data in JSON.
-
-
 def test_data_is_flat_or_nested_as_the_shape_says() -> None:
     """Right ones come first in each row."""
     rows: list[tuple[list[int], int, list[Any]]] = [
@@ -331,9 +328,6 @@ def test_elements_that_a_datatype_can_hold() -> None:
         found = parse(orjson.dumps({"inputs": [body]})).inputs["x"].data
         assert found.tolist() == np.array([element.encode() if type(element) is str else element], found.dtype).tolist()
     refusal(parse, b'{"inputs":[{"name":"x","datatype":"INT64","shape":[1],"data":[18446744073709551616]}]}')
-
-
-# Memory.
 
 
 def test_claims_cost_no_memory() -> None:

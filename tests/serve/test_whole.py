@@ -367,9 +367,6 @@ def test_what_cannot_be_watched_is_said_before_the_server_is_ready(run: RunConfi
             pass
 
 
-# A program of torch.export.
-
-
 class Scored(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -388,9 +385,7 @@ class Trained(torch.nn.Module):
         self.other = torch.nn.Linear(6, 1)
 
 
-def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_there_is_no_model(
-    tmp_path, caplog
-):
+def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_no_model(tmp_path, caplog):
     """Else they are the file's, also after another version had them; the metadata and the log tell which."""
     directory, model = tmp_path / "store", Trained()
     program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))

@@ -136,9 +136,6 @@ def test_a_long_run_keeps_to_its_bytes(store, path):
     assert path.stat().st_size <= (64 << 10) + 8 * 512
 
 
-# What becomes of the file
-
-
 def test_a_file_in_use(store, tmp_path):
     with store.record(tmp_path / "y.npz") as first, pytest.raises(ValueError, match=r"recorded to .*y\.npz; stop that"):
         store.record(tmp_path / "z.npz")

@@ -172,9 +172,6 @@ def test_no_child_keeps_what_its_parent_locked(stack: ExitStack, store: Path, mo
     tierstore.open(store).close()
 
 
-# Descriptors that somebody else closes
-
-
 @pytest.mark.parametrize("number", ["free", "another file's", "the same file's"])
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_descriptor_that_was_closed_is_noticed(stack: ExitStack, store: Path, mode: Any, number: str) -> None:
@@ -296,9 +293,6 @@ print("unharmed")
 def test_forked_processes_are_right_or_refused_and_harm_nothing(store: Path) -> None:
     """Each object that owns a thread, a lock, a descriptor or a connection, also where the child runs finalizers."""
     assert run(CODE, store, timeout=240, changes={"OMP_NUM_THREADS": "2"}).splitlines()[-1] == "unharmed"
-
-
-# Damaged copies in the same process
 
 
 def require_sound(folder: Path, mode: Any) -> None:

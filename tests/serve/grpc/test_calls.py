@@ -48,9 +48,6 @@ def served(running: Fronted) -> Iterator[Fronted]:
     running.reset()
 
 
-# Calls.
-
-
 def test_health_service_of_grpc(served):
     with served.channel() as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -302,9 +299,6 @@ def answers_of(stub: Any, size: int = 1) -> int:
     return len(stub.ModelInfer(request_of(size), timeout=SECONDS).raw_output_contents[0])
 
 
-# Answers that are not accepted.
-
-
 @pytest.mark.parametrize(("message", "window_bytes"), [(LARGE, 2), (SMALL, 0)])
 def test_an_answer_that_is_not_accepted_ends_its_call_alone(stack, message, window_bytes, caplog):
     with serving("grpc", Limits(send_seconds=0.2)) as served:
@@ -321,9 +315,6 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(stack, message, wind
         served.let_go()
         call_nobody(client)
         assert len(client.wait_end(slow)) == window_bytes
-
-
-# Requests that do not come.
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
@@ -370,9 +361,6 @@ def test_fields_are_those_of_the_proto_files_and_tritons():
         if own.file.package == "inference":
             theirs = fields(service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(own.full_name))
             assert fields(own) == theirs or (own.name in PARTS and fields(own) < theirs), own.name
-
-
-# Calls that are reset.
 
 
 def test_calls_that_are_reset_do_not_cancel_those_of_others(stack):
