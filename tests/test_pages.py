@@ -175,8 +175,7 @@ def test_adams_state_moves_as_the_page_says(rule, tmp_path, monkeypatch):
     optimizer = rule(bag.parameters(), lr=0.01)  # type: ignore[call-arg]
     bag(torch.tensor([[3, 9]])).square().sum().backward()
     optimizer.step()
-    snippet = examples("docs/coming-from-embedding-bag.md")[1]
-    run_python(snippet, "Adam", torch=torch, bag=bag, optimizer=optimizer)
+    run_python(examples("docs/coming-from-embedding-bag.md")[1], "Adam", torch=torch, bag=bag, optimizer=optimizer)
     text = (DOCS / "coming-from-embedding-bag.md").read_text()
     run_shell("\n".join(line for line in commands(text) if "-of-ada" in line))
     with tierstore.open("bags-of-adam", ddr="8MiB") as store:

@@ -109,8 +109,7 @@ def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> li
         batches = [[jagged(*batch(rank, stage.ranks, seed)[:2]) for seed in seeds(step)] for step in steps]
         for step, given in zip(steps, ahead(batches, module, stage.depth), strict=True):
             if step.kind == "evict":
-                known = store["item"].local
-                known.evict(torch.tensor(evicted(step.seed)))
+                store["item"].local.evict(torch.tensor(evicted(step.seed)))
                 continue
             with torch.set_grad_enabled(step.kind != "read"):
                 found = [module(each).values() for each in given]
@@ -211,8 +210,7 @@ class Oracle:
             known.check_integrity()
             rows, candidates = known._known
             used = candidates.used_rows
-            scores = rows.scores(rows.find(np.array(ids, np.int64)))
-            assert scores.tolist() == [model.rows[key].score for key in ids]
+            assert rows.scores(rows.find(np.array(ids, np.int64))).tolist() == [model.rows[key].score for key in ids]
             counted = dict(zip(candidates.ids[used].tolist(), (candidates.scores(used) & 255).tolist(), strict=True))
             assert counted == {key: min(seen, 255) for key, (seen, _) in model.candidates.items()}
             assert known._step == model.step

@@ -107,8 +107,7 @@ def evaluated(made: RunConfig, model: torch.nn.Module) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float, float]:
-    folder = tmp_path_factory.mktemp("one")
-    return one_process(config(folder, "store"), 2)
+    return one_process(config(tmp_path_factory.mktemp("one"), "store"), 2)
 
 
 SHARDINGS: list[tuple[Any, tuple[int, ...]]] = [

@@ -361,8 +361,7 @@ def test_work_and_faults_in_any_order(examples: int, steps: int, monkeypatch: py
     """Without shrinking, which takes an hour: seed and steps of a failure are shown."""
     TOTAL.clear()
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
-    phases = set(Phase) - {Phase.shrink, Phase.explain}
-    how = settings(max_examples=examples, stateful_step_count=steps, phases=phases)
+    how = settings(max_examples=examples, stateful_step_count=steps, phases=set(Phase) - {Phase.shrink, Phase.explain})
     run_state_machine_as_test(Faults, settings=how)
     wanted = ["errors", "failed", "torn", "ahead", "behind", "unreadable"] if JIT_ENABLED else ["torn"]
     assert min(TOTAL[name] for name in wanted) > 0, TOTAL

@@ -53,5 +53,4 @@ def test_training_with_triton_kernels(tmp_path, monkeypatch, policy, budget, is_
     for module in (base, cache):
         monkeypatch.setattr(module, "kernels_of", lambda _: launches)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    ended = train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
-    assert torch.equal(ended, expected)
+    assert torch.equal(train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy), expected)

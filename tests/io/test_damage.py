@@ -276,8 +276,7 @@ def test_bytes_of_the_row_file(samples: list[Sample]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_every_byte_of_the_row_file(samples: list[Sample]) -> None:
-    cases = [*flips(samples[0], all_bits=False, files=["rows.lmdb"])]
-    assert _failures(cases, samples, prepare=row_file) == []
+    assert _failures([*flips(samples[0], all_bits=False, files=["rows.lmdb"])], samples, prepare=row_file) == []
     assert _failures(list(flips(samples[0], all_bits=False, stride=101)), samples) == []
     assert _failures(list(page_damage(samples[0])), samples) == []
 

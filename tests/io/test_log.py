@@ -143,8 +143,7 @@ def test_a_commit_ends_though_others_write_on(tmp_path, monkeypatch):
 
 def test_close_waits_for_reads(tmp_path):
     tier = opened(tmp_path)
-    keys = keys_of(0, np.arange(1000))
-    write_rows(tier, WIDE, keys, 1)
+    write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
     with tier.lease():
         closing = threading.Thread(target=tier.close)
         closing.start()

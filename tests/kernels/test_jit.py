@@ -159,8 +159,7 @@ def test_compiling_needs_no_terminal(stderr, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)  # by handlers that other tests left
     monkeypatch.setattr(sys, "path", [*sys.path, Path("of a notebook")])
     first_use = FirstUse(None)
-    kernel = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)})
-    first_use.on_start(kernel)
+    first_use.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)}))
     first_use.disown()
     assert gc.isenabled()
 

@@ -89,8 +89,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path, tiers, config, way):
         job.train(range(3))
         rng = torch.get_rng_state()
         if way == "dcp":
-            writer = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
-            dcp.save(state_of(job), storage_writer=writer)
+            dcp.save(state_of(job), storage_writer=dcp.FileSystemWriter(tmp_path / "saved", thread_count=2))
         elif way == "background":
             saved = checkpoint.save_async(store, *job.all, extra={"step": 3})
             job.train(range(3, 5))  # not in the version

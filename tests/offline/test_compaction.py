@@ -216,6 +216,5 @@ def test_keys_of_some_tables_by_frequency_then_by_first_lookup_entry_by_entry():
         for name, ids in samples.items()
     }
     trace = Trace(tables=tables, batch_samples=2)
-    expected = [far + 8, 3, 1, 2, far + 7, far + 2]
-    assert keys_by_frequency(trace, {"a": 0, "b": 4, "nosuch": 9}).tolist() == expected
+    assert keys_by_frequency(trace, {"a": 0, "b": 4, "nosuch": 9}).tolist() == [far + 8, 3, 1, 2, far + 7, far + 2]
     assert not len(keys_by_frequency(trace, {}))

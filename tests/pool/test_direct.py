@@ -159,8 +159,7 @@ def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
 
 
 def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
-    made = direct._body(np.int64, np.float32)
-    assert made._cache._cache_file._source_stamp == _jit._STAMP
+    assert direct._body(np.int64, np.float32)._cache._cache_file._source_stamp == _jit._STAMP
 
 
 def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:

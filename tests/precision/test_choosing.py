@@ -206,8 +206,7 @@ def test_a_search_with_other_arguments_is_refused_by_name(config, tmp_path):
 
 def test_the_command_reports_and_wrong_arguments_change_nothing(config, small, tmp_path, capsys):
     new, run = tmp_path / "new", config.store.path
-    words = ["quantize", run, str(new), "--loss", "0.5", "--data", config.data.path, "--rows", "64"]
-    assert cli.main(words) == 0
+    assert cli.main(["quantize", run, str(new), "--loss", "0.5", "--data", config.data.path, "--rows", "64"]) == 0
     out = capsys.readouterr().out
     assert "rows of C26" in out
     assert "32 rows searched on" in out

@@ -60,8 +60,7 @@ def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text, val
     assert line.isascii()
     assert line.isprintable()
     found = json.loads(line)
-    own = {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}
-    assert own.items() <= found.items()
+    assert {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}.items() <= found.items()
     assert "odd" in found
     if value is None or (type(value) in (bool, int, float) and abs(value) < 9):
         assert found["odd"] == value
@@ -124,8 +123,7 @@ def test_flood_of_failures_is_thinned(capsys, monkeypatch):
 
 def test_of_a_line_that_waits_nothing_but_its_text_is_kept():
     configure()
-    kept = vars(logs._handler().prepare(record(model="m" * 10**6)))
-    assert sum(len(str(value)) for value in kept.values()) < 2000
+    assert sum(len(str(value)) for value in vars(logs._handler().prepare(record(model="m" * 10**6))).values()) < 2000
 
 
 def test_a_finalizer_that_logs_while_a_line_is_put_waits_for_nothing(capsys):

@@ -107,8 +107,7 @@ def test_clients_metrics_and_logs_have_the_stores(both, caplog):
     assert failed.__dict__["model"] == "a.rows.item"
     assert both.metric("tierstore_request_seconds_count", **ok) == before + 2
     assert both.metric("tierstore_ready", store="b") == both.metric("tierstore_version", store="b") == 1
-    refreshed = httpx.post(f"{both.admin}/admin/refresh", headers=ADMIN)
-    assert refreshed.json() == {"version": {"a": 1, "b": 1}}
+    assert httpx.post(f"{both.admin}/admin/refresh", headers=ADMIN).json() == {"version": {"a": 1, "b": 1}}
 
 
 def test_the_queue_of_one_store_keeps_nobody_from_another(stores, protocol, monkeypatch):

@@ -271,10 +271,8 @@ def test_bounds_of_rest() -> None:
         refusal(parse, body, wrong)
     refusal(parse, *with_data({**COMPLETE, "id": "i" * 1001}))
     for size in (True, -1, 4.0, "4", None, 3, 5):
-        x = COMPLETE["inputs"][0] | {"parameters": {"binary_data_size": size}}
-        refusal(parse, *with_data({"inputs": [x]}))
-    both = [{**COMPLETE["inputs"][0], "data": [1]}]
-    refusal(parse, *with_data({**COMPLETE, "inputs": both}))
+        refusal(parse, *with_data({"inputs": [COMPLETE["inputs"][0] | {"parameters": {"binary_data_size": size}}]}))
+    refusal(parse, *with_data({**COMPLETE, "inputs": [{**COMPLETE["inputs"][0], "data": [1]}]}))
 
     def parse_short() -> None:
         parse_infer(body, json_bytes=length, json_bytes_max=length - 1, model="m")

@@ -70,8 +70,7 @@ def test_a_rollback_by_any_other_way_makes_room_too(replica, forked, tmp_path):
         store.rollback(1)
         assert list(store.tables) == ["item", "user", "new one"]
     assert tables_of(replica) == ["item", "user"]
-    copy = write_update(replica, tmp_path / "update of a replica")
-    assert list(copy.header.rows_of_tables()) == ["item", "user"]
+    assert list(write_update(replica, tmp_path / "update of a replica").header.rows_of_tables()) == ["item", "user"]
     apply_update(replica, forked.other.path)
     assert same(contents(replica), contents(forked.source))
 

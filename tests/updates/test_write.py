@@ -56,8 +56,7 @@ def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
         update = make(source, version - 1)
         assert sent_rows(update) == changed
         assert update.header.rows_of_tables() == {name: len(rows) for name, rows in changed.items()}
-        applied = apply_update(replica, update.path)
-        assert applied == (version, 120, False)
+        assert apply_update(replica, update.path) == (version, 120, False)
         assert same(contents(source), contents(replica))
     assert sent_rows(make(source)) == written
     extra, tensors = extra_of(replica)

@@ -200,5 +200,4 @@ def test_tables_change_their_form_together_to_save_a_group() -> None:
         2, other={"rows": {"groups": 100.0}, "pooled": {"groups": 100.0}, "data_parallel": {"groups": 100.0}}
     )
     found = Search(tables, drawn(tables, 2), costs).best()
-    kinds = {group_of(each, 8).kind for each in found.plan.tables.values()}
-    assert len(kinds) == 1
+    assert len({group_of(each, 8).kind for each in found.plan.tables.values()}) == 1

@@ -197,8 +197,7 @@ def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site, what):
 
 def test_a_servers_refusals_errors_and_waits_count(tmp_path, stack, publisher):
     publisher.step()
-    flags = {"sources": (publisher.url,), "canary": True}
-    server = stack.enter_context(whole.serving(tmp_path / "replica", **flags))
+    server = stack.enter_context(whole.serving(tmp_path / "replica", sources=(publisher.url,), canary=True))
     wait_for(lambda: server.engine.is_ready)
     commit, measure, metrics = server.engine.commit_id, server.server._measure, server.server.metrics
     assert measure(60, commit) == Measures()

@@ -65,8 +65,7 @@ class Fleet:
 
     def _start(self, place: int) -> Shown:
         urls = [self.publisher.url if each < 0 else self.replicas[each].url for each in self._urls[place]]
-        directory = self.source.with_name(f"replica {place}")
-        return self._stacks[place].enter_context(following(directory, urls))
+        return self._stacks[place].enter_context(following(self.source.with_name(f"replica {place}"), urls))
 
     def _hook(self, _name: str) -> None:
         self._doom -= 1

@@ -106,8 +106,7 @@ def test_good_queries_are_answered_however_many_are_bad(bench: Bench, caplog: py
         bench.batches.clear()
         tasks = [bench.submit(Ask(number, is_poison=number in poisoned)) for number in range(4096 if runs else 216)]
         bench.work()
-        failed = [number for number, task in enumerate(tasks) if task.exception()]
-        assert failed == list(poisoned)
+        assert [number for number, task in enumerate(tasks) if task.exception()] == list(poisoned)
         assert all(number in poisoned or task.result() == number for number, task in enumerate(tasks))
         assert runs is None or len(bench.batches) <= runs, "halves of halves"
     bench.run = lambda _: [1 // 0]
@@ -184,8 +183,7 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(ben
     assert [task.result() for task in submitted if task is not submitted[1]] == [7, 1, 2, 1, 2]
     assert status_of(submitted[1]) is Status.DEADLINE
     bench.executor.shutdown()
-    late = bench.submit(Ask(1))
-    assert status_of(late) is Status.UNAVAILABLE
+    assert status_of(bench.submit(Ask(1))) is Status.UNAVAILABLE
 
 
 @pytest.mark.parametrize("failure", ["short", "exit", "invalid", "gone"])

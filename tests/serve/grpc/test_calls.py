@@ -86,8 +86,7 @@ def test_a_request_that_does_not_come_is_not_waited_for():
         yield b""
 
     with serving("grpc", Limits(receive_seconds=0.2)) as served, served.channel() as channel:
-        call = channel.stream_stream(INFER)(requests(), timeout=SECONDS)
-        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert channel.stream_stream(INFER)(requests(), timeout=SECONDS).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         go_on.set()
         assert len(served.engine.refused) == 1
 
@@ -115,8 +114,7 @@ def test_large_answers_are_refused(monkeypatch):
 def test_calls_are_bounded():
     with serving("grpc", Limits(calls=1)) as served, served.client() as client:
         answers: queue.Queue[Any] = queue.Queue()
-        slow = [tensor("grpc", "x", "FP32", X)]
-        client.async_infer("slow", slow, callback=lambda result, error: answers.put(error))
+        client.async_infer("slow", [tensor("grpc", "x", "FP32", X)], callback=lambda result, error: answers.put(error))
         served.wait_until(lambda: served.engine.seen)
         with refused(Status.OVERLOADED, "1 calls"):
             ask(served, client)

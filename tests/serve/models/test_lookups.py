@@ -393,8 +393,7 @@ def test_texts_of_a_trained_store_are_those_of_its_run(tmp_path, changes, texts,
             "lengths": tensor("INT32", [[1, 1], [0, 0]]),
         }
         found = Exported(store, program, None).parse(values).values
-    want = tierstore.ids.of_strings(["red", "17"], num_embeddings=40, column=1, seed=3)
-    assert found.tolist() == want.tolist()
+    assert found.tolist() == tierstore.ids.of_strings(["red", "17"], num_embeddings=40, column=1, seed=3).tolist()
 
 
 WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
