@@ -136,8 +136,6 @@ def run(code: str, *arguments: object, timeout: float = 200, **options: Any) -> 
                 "folder": os.getcwd(), "out": str(printed), "err": str(told), "timeout": timeout,
             }  # fmt: skip
             forking = _forking()
-            assert forking.stdin is not None
-            assert forking.stdout is not None
             print(json.dumps(request), file=forking.stdin, flush=True)
             status = int(forking.stdout.readline())
             out, err = printed.read_text(), told.read_text()

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from bench.data import find_criteo
+from tests.children import make_store
 from tests.following import DIM, ROWS, Writer
 from tests.gate import Gate
 from tierstore.kernels.jit import JIT_ENABLED
@@ -108,6 +110,18 @@ def browser() -> "Iterator[Browser]":
 def store_dir(tmp_path: Path) -> Path:
     """A directory that does not exist yet, for a store."""
     return tmp_path / "store"
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Path:
+    make_store(store_dir)
+    return store_dir
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -145,8 +145,7 @@ def _train(folder: Path, seed: int, sizes: dict[str, int], shares: dict[int, tup
                 store.commit(extra={"step": store.version + 1, "seed": seed}, tensors={"dense": dense})
     with tierstore.open(folder, mode="r", ddr=_DDR, threads=1) as store:
         expected = contents_of(store)
-    files = {name: (folder / name).read_bytes() for name in FILES}
-    return Sample(files, expected)
+    return Sample({name: (folder / name).read_bytes() for name in FILES}, expected)
 
 
 def _put(folder: Path, files: dict[str, bytes]) -> None:

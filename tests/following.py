@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "Child", "Reader", "Writer", "expected", "first_values"]
+__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "WRITER", "Child", "Reader", "Writer", "expected", "first_values"]
 
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
@@ -56,6 +56,12 @@ for line in sys.stdin:
         found = repr(error)
     print(json.dumps(found), flush=True)
 """
+WRITER = """
+import sys
+from tierstore.updates.apply import answer
+for line in sys.stdin:
+    print(answer(line), flush=True)
+"""
 OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Begins a process that is number 1, as in a container."""
 
@@ -69,8 +75,6 @@ class Child:
         )
 
     def ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
@@ -80,7 +84,6 @@ class Child:
             self._process.kill()
 
     def end(self) -> None:
-        assert self._process.stdin is not None
         try:
             self._process.stdin.close()
             assert self._process.wait(60) == 0

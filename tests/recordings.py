@@ -76,7 +76,6 @@ def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> Non
     of all rows and all batches are counted.
     """
     assert list(trace.tables) == list(indexes)
-    assert trace.batch_starts is not None
     sizes = [batch.samples for batch in log]
     if trace.sampling_rate == 1:
         assert entries_of(trace) == [sample for batch in log for sample in batch.by_sample()]

@@ -49,12 +49,10 @@ def batches(pooling: str) -> list[tierstore.KeyedJaggedTensor]:
     return made
 
 
-def train(
-    directory: Path | None, config: dict[str, Any], *, depth: int = 0, **settings: Any
-) -> tuple[torch.Tensor, Any]:
-    """(all rows after training and, if there is a directory, reopening; statistics of training)."""
+def train(folder: Path | None, config: dict[str, Any], *, depth: int = 0, **settings: Any) -> tuple[torch.Tensor, Any]:
+    """(all rows after training and, if there is a folder, reopening; statistics of training)."""
     everything = torch.arange(ROWS)
-    with tierstore.open(directory, **settings) as store:
+    with tierstore.open(folder, **settings) as store:
         for seed, names in enumerate((("a", "b"), ("c", "d"))):
             store.create_table(
                 tierstore.TableConfig(
@@ -75,9 +73,9 @@ def train(
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()
         stats = store.stats()
-    if directory is None:
+    if folder is None:
         return live, stats
-    with tierstore.open(directory, mode="r", ddr="2MiB") as store:
+    with tierstore.open(folder, mode="r", ddr="2MiB") as store:
         assert torch.equal(torch.cat([table.read(everything) for table in store.tables.values()]), live)
     return live, stats
 

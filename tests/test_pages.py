@@ -33,7 +33,7 @@ _SHORTER = {"sweep.md": ("=64,256 --seeds 2", "=256 --seeds 1")}  # each run is 
 # Figures
 
 
-def test_pages_plots_and_results_belong_together() -> None:
+def test_pages_plots_and_results_belong_together():
     stale = [path.name for path, text in pages().items() if path.read_text() != text]
     assert not stale, "run make docs and commit what it writes"
     assert [path.name for path, _, _ in stale_plots()] == [], "run make docs and commit what it draws"
@@ -43,7 +43,7 @@ def test_pages_plots_and_results_belong_together() -> None:
         assert (ROOT / "bench" / f"{name}.toml").is_file()
 
 
-def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_figures() -> None:
+def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_figures():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 120
     assert [line.split()[:2] for line in lines[2:4]] == [["make", "demo"], ["make", "test"]]
@@ -55,10 +55,7 @@ def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_
     assert headline({}) == [columns]
 
 
-# The reference, and links
-
-
-def test_the_reference_is_built_without_warnings_and_describes_all_that_is_public(tmp_path: Path) -> None:
+def test_the_reference_is_built_without_warnings_and_describes_all_that_is_public(tmp_path):
     reference.build(tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
     assert made >= {"index.html", "tierstore.html", "tierstore/optim.html", "tierstore/train/readers.html"}
@@ -66,7 +63,7 @@ def test_the_reference_is_built_without_warnings_and_describes_all_that_is_publi
     assert reference.undocumented() == []
 
 
-def test_links_between_pages_lead_somewhere_and_the_index_leads_to_every_page() -> None:
+def test_links_between_pages_lead_somewhere_and_the_index_leads_to_every_page():
     for path in EVERY_PAGE:
         targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
         assert [target for target in targets if not (path.parent / target).exists()] == [], path
@@ -74,7 +71,7 @@ def test_links_between_pages_lead_somewhere_and_the_index_leads_to_every_page() 
     assert {*index} == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"}
 
 
-def test_the_first_examples_of_pages_may_be_run_in_one_folder() -> None:
+def test_the_first_examples_of_pages_may_be_run_in_one_folder():
     """Each makes a store of a name of its own."""
     names = [
         name
@@ -84,9 +81,6 @@ def test_the_first_examples_of_pages_may_be_run_in_one_folder() -> None:
     ]
     assert len(names) > 10
     assert len(names) == len({*names}), sorted(names)
-
-
-# Snippets
 
 
 def first_block(page: Path) -> tuple[str, str]:
@@ -129,7 +123,7 @@ def run_shell(block: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_first_snippet_runs_in_an_empty_folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_snippet_runs_in_an_empty_folder(page, tmp_path, monkeypatch):
     """Of pages on planning and sweeps: where the checkout's examples/ is, and run.toml of docs/train.md."""
     language, block = first_block(page)
     assert language in {"sh", "python"}
@@ -148,7 +142,7 @@ def test_first_snippet_runs_in_an_empty_folder(page: Path, tmp_path: Path, monke
     run_shell(block)
 
 
-def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_in_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_python(*examples("README.md"), "README.md")
     with names["tierstore"].open("shop", mode="r", ddr="64MiB") as store:
@@ -158,9 +152,7 @@ def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (furthest > 0.01).tolist() == [True, True, True, False]
 
 
-def test_the_run_from_the_command_line_follows_the_one_in_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_from_the_command_line_follows_that_in_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = DOCS / "data.md"
     text = page.read_text().partition("\n## ")[0]
@@ -177,16 +169,13 @@ def test_the_run_from_the_command_line_follows_the_one_in_python(
 
 
 @pytest.mark.parametrize("rule", [torch.optim.SparseAdam, torch.optim.Adam])
-def test_adams_state_moves_as_the_page_says(
-    rule: type[torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adams_state_moves_as_the_page_says(rule, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bag = torch.nn.EmbeddingBag(10, 4, sparse=rule is torch.optim.SparseAdam)
     optimizer = rule(bag.parameters(), lr=0.01)  # type: ignore[call-arg]
     bag(torch.tensor([[3, 9]])).square().sum().backward()
     optimizer.step()
-    snippet = examples("docs/coming-from-embedding-bag.md")[1]
-    run_python(snippet, "Adam", torch=torch, bag=bag, optimizer=optimizer)
+    run_python(examples("docs/coming-from-embedding-bag.md")[1], "Adam", torch=torch, bag=bag, optimizer=optimizer)
     text = (DOCS / "coming-from-embedding-bag.md").read_text()
     run_shell("\n".join(line for line in commands(text) if "-of-ada" in line))
     with tierstore.open("bags-of-adam", ddr="8MiB") as store:
@@ -202,7 +191,7 @@ def test_adams_state_moves_as_the_page_says(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-def test_a_checkpoint_of_torchrec_with_a_prefix_loads_as_the_page_says(tmp_path: Path) -> None:
+def test_a_checkpoint_of_torchrec_with_a_prefix_loads_as_the_page_says(tmp_path):
     weight = torch.rand(10, 4)
     saved = {"model": {"sparse.ebc.embedding_bags.product.weight": weight, "over.weight": torch.rand(2)}}
     dcp.save(saved, checkpoint_id=tmp_path)

@@ -251,7 +251,6 @@ class StoreMachine(RuleBasedStateMachine):
     def follow(self, is_read: bool, is_shown: bool) -> None:
         """A newer version is made ready, and given up or shown; rows may be read before."""
         self.settle()
-        assert self.follower is not None
         found = self.follower.find_newer()
         if found is not None and is_read:
             for name, model in self.followed.items():

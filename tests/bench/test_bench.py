@@ -3,7 +3,6 @@
 import importlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.serve import fronts
 ROWS = Rows(count=5000, dim=12, seed=3)
 
 
-def test_each_configuration_has_its_program() -> None:
+def test_each_configuration_has_its_program():
     for name in sorted(path.stem for path in (ROOT / "bench").glob("*.toml")):
         module = importlib.import_module(f"bench.{name}")
         assert hasattr(module, "run") or module.PARTS
@@ -31,7 +30,7 @@ def test_each_configuration_has_its_program() -> None:
         assert common.load_config(ROOT / "bench" / f"{name}.toml", quick=True)
 
 
-def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
+def test_all_ways_read_the_same_rows(tmp_path):
     expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
     ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
     assert np.array_equal(open_flat(build_flat(tmp_path, ROWS), ROWS), expected)
@@ -48,10 +47,7 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "size", "goals"), [([], 100, 1), (["--quick"], 1, 0)])
-def test_program(
-    flags: list[str], size: int, goals: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_program(flags, size, goals, tmp_path, capsys, monkeypatch):
     def answer(request: Run) -> Report:
         table = Table(title="t", columns=["size"], rows=[[str(request.config["size"])]])
         return Report(question="How large?", tables=[table], figures={}, goals=[Goal(name="g", value=1, at_least=2)])
@@ -88,7 +84,7 @@ class Slow:
         done(Answer(request))
 
 
-def test_latency_counts_from_when_a_request_was_due() -> None:
+def test_latency_counts_from_when_a_request_was_due():
     load = open_loop(Slow(), [b"x"] * 5, np.zeros(5))
     assert (np.diff(load.latency) >= 0.05).all()
     assert load.latency[-1] >= 0.25
@@ -96,7 +92,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert load.num_failed == 0
 
 
-def test_calls_over_sockets_are_grpcs() -> None:
+def test_calls_over_sockets_are_grpcs():
     """Several after each other, longer than any window at first, both ways; and one that fails."""
     arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
     requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]

@@ -18,9 +18,6 @@ POLICY_NAMES = ("lru", "lfu", "tinylfu")
 every_policy = pytest.mark.parametrize("policy", POLICY_NAMES)
 
 
-# Memory
-
-
 @every_policy
 def test_arenas_are_aligned_words(policy: str) -> None:
     cache = DdrCache(7, weight_words=3, state_words=2, policy=policy)
@@ -72,9 +69,6 @@ def test_memory_is_taken_as_slots_are_used() -> None:
     cache = DdrCache(2**22, weight_words=64, state_words=8, policy="lfu")
     assert cache.size_bytes > 2**31
     assert process.memory_info().rss - before < 2**26
-
-
-# Admission
 
 
 @pytest.mark.kernel
@@ -131,9 +125,6 @@ def test_misuse_by_the_owner_is_refused(policy: str) -> None:
             with pytest.raises(AssertionError):
                 getattr(cache, action)(np.array([slot], np.int32))
             cache.check_integrity()
-
-
-# Where every row has a slot
 
 
 @pytest.mark.kernel

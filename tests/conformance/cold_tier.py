@@ -180,8 +180,7 @@ class ColdTierMachine(RuleBasedStateMachine):
 
     def some_keys(self, table: int, seed: int, count: int) -> Int64s:
         num_rows = TABLES[table][1]
-        rows = np.random.default_rng(seed).choice(num_rows, min(count, num_rows), replace=False)
-        return keys_of(table, rows)
+        return keys_of(table, np.random.default_rng(seed).choice(num_rows, min(count, num_rows), replace=False))
 
     def shown(self, key: int, version: int | None = None) -> int | None:
         epochs = [epoch for epoch in self.rows.get(key, {}) if version is None or epoch <= version]

@@ -46,8 +46,6 @@ def run(
     called = Path(work.__code__.co_filename).stem, work.__name__, size, timeout_s, arguments
     (path / "call").write_bytes(pickle.dumps(called))
     server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     print(path, file=server.stdin, flush=True)
     ended = [int(status) for status in server.stdout.readline().split()]
     told = "".join(each.read_text() for each in path.glob("*.error"))

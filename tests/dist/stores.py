@@ -63,7 +63,6 @@ def opened(folder: Path, **options: Any) -> ShardedStore:
 
 
 def train(folder: Path, steps: int = 1, keep: int = 2) -> None:
-    """So many steps, each with a commit."""
     with opened(folder, keep=keep) as store:
         job, first = Job(store), store.extra.get("steps", 0)
         for step in range(first, first + steps):

@@ -181,8 +181,7 @@ def work_off(folder: Path, seeds: Sequence[int]) -> list[tuple[str, list[int], A
     for seed in seeds:
         rank = Rank(folder / str(seed))
         calls = schedule(seed)
-        own = mistaken(calls, seed) if rank.store.ranks.rank == seed % SIZE else calls
-        error = rank.work(own)
+        error = rank.work(mistaken(calls, seed) if rank.store.ranks.rank == seed % SIZE else calls)
         rank.store.close()
         again = Rank(folder / str(seed))
         reopened = again.store.version, again.store.extra.get("place"), again.rows()

@@ -57,9 +57,7 @@ def die(folder: Path, dying: int, point: str) -> None:
         ("commit: durable", 1),
     ],
 )  # fmt: skip
-def test_ranks_that_are_killed_are_all_at_the_last_commit_or_all_at_the_new_one(
-    point: str, dying: int, tmp_path: Path, still: list[Bits]
-) -> None:
+def test_ranks_that_are_killed_are_all_at_the_last_commit_or_all_at_the_new_one(point, dying, tmp_path, still):
     store = tmp_path / "store"
     run(train, 2, tmp_path, store, 2)
     run(die, 2, tmp_path, store, dying, point, statuses=[DIED, 0] if not dying else [0, DIED])
@@ -120,7 +118,7 @@ def go_back_to_other_owners(folder: Path) -> None:
             store.commit()
 
 
-def test_ranks_go_back_to_a_commit_and_on_to_the_same_bits(tmp_path: Path, still: list[Bits]) -> None:
+def test_ranks_go_back_to_a_commit_and_on_to_the_same_bits(tmp_path, still):
     run(go_back, 2, tmp_path, tmp_path / "store", None)
     assert contents(tmp_path / "store") == still[5]
     run(go_back_to_other_owners, 2, tmp_path, tmp_path / "store")
@@ -137,9 +135,7 @@ def open_refused(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_ranks_pair_by_the_commit_and_not_by_its_number_and_those_of_other_runs_not_at_all(
-    tmp_path: Path, still: list[Bits]
-) -> None:
+def test_ranks_pair_by_the_commit_and_not_by_its_number_and_those_of_other_runs_not_at_all(tmp_path, still):
     """Ranks' parts that went on from one commit each for itself have its number in common, and no later one."""
     one, other = tmp_path / "one", tmp_path / "other"
     run(train, 2, tmp_path, one)
@@ -160,7 +156,7 @@ def test_ranks_pair_by_the_commit_and_not_by_its_number_and_those_of_other_runs_
     assert all("of 2 different runs" in told for told in run(open_refused, 2, tmp_path, one))
 
 
-def test_commits_of_earlier_releases_pair_by_number() -> None:
+def test_commits_of_earlier_releases_pair_by_number():
     """They have no identities; one that has none is not one that has."""
     old, new = ({"run": "r", "number": 2, "versions": {"1": 1}, "shardings": {}} for _ in range(2))
     assert in_common([Commits.read(old, 2), Commits.read(old, 3)]) == [1, 2]
@@ -204,7 +200,7 @@ def train_differently() -> list[str]:
     return told
 
 
-def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
+def test_ranks_that_train_differently_are_told(tmp_path):
     one, other = run(train_differently, 2, tmp_path)
     assert one == other
     wanted = "cpu:gloo,cuda:nccl", "precision", "rate 0.1; rank 1: backward of d, ", "rate is 0.1 and 0.5", "updates"

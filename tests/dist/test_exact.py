@@ -134,7 +134,6 @@ def joined(case: Case, jagged: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor
 
 
 def gradient(case: Case, key: str, jagged: KeyedJaggedTensor, rank: int, number: int) -> Tensor:
-    """Of a feature's results."""
     dim = next(config.embedding_dim for config, _ in case.tables if key in config.feature_names)
     generator = torch.Generator().manual_seed(1000 * number + 10 * rank + case.features.index(key))
     count = jagged.stride() if case.is_pooled else len(jagged[key].values())
@@ -174,7 +173,6 @@ def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def train(case: Case, *, by_towers: bool = False) -> Trained:
-    """By this rank."""
     rank, made = dist.get_rank(), Trained({}, {}, {}, {})
     with open_memory(case, by_towers=by_towers) as store:
         for config, sharding in case.tables:
@@ -335,41 +333,6 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
                 torch.testing.assert_close(square, wanted.squares[step], rtol=1e-4, atol=0, msg=f"{seed}: {case}")
             for number, weights in wanted.weights.items():
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "a": {"sharding_type": "row_wise"}, "b": {"sharding_type": "column_wise"}, "c": {"sharding_type": "data_parallel"},
-    "d": {"sharding_type": "table_wise", "exchange": "pooled"},
-}  # fmt: skip
-
-
-def train_cut(is_sharded: bool) -> list[Tensor]:
-    opened: Any = open_sharded if is_sharded else tierstore.open
-    kind: Any = ShardedTieredEmbeddingBagCollection if is_sharded else tierstore.TieredEmbeddingBagCollection
-    with opened(None, cold="memory", ddr="2MiB", threads=1) as store:
-        for name, sharding in KINDS.items():
-            config = TableConfig(name=name, num_embeddings=ROWS, embedding_dim=8, optimizer=optim.SGD(lr=5.0))
-            store.create_table(config, **(sharding if is_sharded else {}))
-        ranks, module, optimizer = [store.ranks.rank] if is_sharded else [0, 1], kind(store), store.optimizer()
-        found, ones = list[Tensor](), torch.ones(4 * ROWS, dtype=torch.int64)
-        for step, rank in itertools.product(range(STEPS), ranks):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            ids = torch.randint(0, ROWS, (4 * SAMPLES,), generator=generator)
-            out = module(KeyedJaggedTensor([*KINDS], ids, lengths=ones[: 4 * SAMPLES])).values()
-            out.backward(torch.randn(out.shape, generator=generator) / len(ranks))
-            if rank == ranks[-1]:
-                found.append(optimizer.clip_grad_norm_(max_norm=0.1))
-                optimizer.step()
-                optimizer.zero_grad()
-        rows = module(KeyedJaggedTensor([*KINDS], torch.arange(ROWS).repeat(4), lengths=ones)).values()
-        return [*found, rows.detach()]
-
-
-def test_gradients_are_cut_as_in_one_process(tmp_path: Path) -> None:
-    expected = train_cut(False)
-    assert min(expected[:STEPS]) > 1, "there is something to cut"
-    for found in run(train_cut, 2, tmp_path, True):
-        torch.testing.assert_close(found, expected)
 
 
 # Hessian-free steps, whose sums over ranks are in another order

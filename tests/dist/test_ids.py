@@ -98,7 +98,6 @@ def seeds(step: Step) -> list[int]:
 
 
 def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> list[Tensor]:
-    """A rank's results."""
     rank, outs, stage = dist.get_rank(), [], Stage(*given)
     with open_sharded(folder, ddr=stage.ddr, threads=1) as store:
         for each in (table, PLAIN):
@@ -110,8 +109,7 @@ def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> li
         batches = [[jagged(*batch(rank, stage.ranks, seed)[:2]) for seed in seeds(step)] for step in steps]
         for step, given in zip(steps, ahead(batches, module, stage.depth), strict=True):
             if step.kind == "evict":
-                known = store["item"].local
-                known.evict(torch.tensor(evicted(step.seed)))
+                store["item"].local.evict(torch.tensor(evicted(step.seed)))
                 continue
             with torch.set_grad_enabled(step.kind != "read"):
                 found = [module(each).values() for each in given]
@@ -122,9 +120,7 @@ def work(folder: Path, table: tierstore.TableConfig, how: Any, given: Any) -> li
                     if optimizer is not None:
                         optimizer.step()
                         optimizer.zero_grad()
-        ids = store["item"].local.ids
-        assert ids is not None
-        ids.check_integrity()
+        store["item"].local.ids.check_integrity()
         if stage.commits:
             store.commit()
         elif store.version:
@@ -169,7 +165,6 @@ class Oracle:
             self.table.write(torch.tensor([self.model.rows[key].number for key in new]), first_values(new, DIM))
 
     def run(self, stage: Stage) -> list[list[Tensor]]:
-        """Results of each rank."""
         outs: list[list[Tensor]] = [[] for _ in range(stage.ranks)]
         for step in stage.steps:
             if step.kind == "evict":
@@ -212,12 +207,10 @@ class Oracle:
             assert torch.equal(table.read_state(torch.tensor(ids, dtype=torch.int64)), self.table.read_state(numbers))
             assert torch.equal(store["plain"].read(torch.arange(50)), self.store["plain"].read(torch.arange(50)))
             known = table.ids
-            assert known is not None
             known.check_integrity()
             rows, candidates = known._known
             used = candidates.used_rows
-            scores = rows.scores(rows.find(np.array(ids, np.int64)))
-            assert scores.tolist() == [model.rows[key].score for key in ids]
+            assert rows.scores(rows.find(np.array(ids, np.int64))).tolist() == [model.rows[key].score for key in ids]
             counted = dict(zip(candidates.ids[used].tolist(), (candidates.scores(used) & 255).tolist(), strict=True))
             assert counted == {key: min(seen, 255) for key, (seen, _) in model.candidates.items()}
             assert known._step == model.step

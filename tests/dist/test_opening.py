@@ -50,9 +50,6 @@ def train_in(size: int, folder: Path, steps: int) -> None:
     run(train, size, folder.parent, folder, steps)
 
 
-# Kills
-
-
 def die(folder: Path, point: str, rank: int) -> None:
     """Open as so many ranks, one or, with -1, all of which end at a named step."""
     if rank in (-1, torch.distributed.get_rank()):
@@ -71,7 +68,7 @@ def die(folder: Path, point: str, rank: int) -> None:
         ("reshard: replaced part set aside", -1),  # by whichever ranks hold the parts
     ],
 )
-def test_ranks_killed_while_they_reshard_lose_nothing(point: str, rank: int, folder: Path, tmp_path: Path) -> None:
+def test_ranks_killed_while_they_reshard_lose_nothing(point, rank, folder, tmp_path):
     before = contents(folder)
     with pytest.raises(AssertionError, match=str(DIED)):
         run(die, 3, tmp_path, folder, point, rank)
@@ -85,7 +82,7 @@ def test_ranks_killed_while_they_reshard_lose_nothing(point: str, rank: int, fol
     assert step_of(folder / "replaced-at-1") == 1
 
 
-def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path) -> None:
+def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder):
     before = contents(folder)
     with tierstore.open(folder, mode="r", **SMALL) as reader:
         for size, more in ((3, 1), (2, 0), (3, 0), (2, 1)):
@@ -100,7 +97,7 @@ def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path) -> N
     assert step_of(folder / "replaced-at-1") == 2
 
 
-def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folder: Path, tmp_path: Path) -> None:
+def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folder, tmp_path):
     train_in(3, folder, 2)
     (folder / "1-of-3").rename(tmp_path / "lost")
     for part in (folder / "replaced-at-1").iterdir():
@@ -115,10 +112,7 @@ def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folde
     assert step_of(folder) == 3
 
 
-# Other runs
-
-
-def test_another_number_of_ranks_is_refused_while_a_part_is_open_for_writing(folder: Path, tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_refused_while_a_part_is_open_for_writing(folder, tmp_path):
     with tierstore.open(folder / "1-of-2", keep=2, **SMALL):
         before = files_of(folder)
         for told in run(open_refused, 3, tmp_path, folder):
@@ -143,7 +137,7 @@ def read_only(folder: Path) -> list[str]:
         return [refused(call) for call in calls]
 
 
-def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder: Path, tmp_path: Path) -> None:
+def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder, tmp_path):
     with tierstore.open(folder / "0-of-2", keep=3, **SMALL) as store:  # one rank is ahead of the others
         extra = store.extra
         extra[SECTION] |= {"number": 2, "versions": extra[SECTION]["versions"] | {"1": store.version}}
@@ -156,9 +150,6 @@ def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder: Path
             assert "start 2, or read whole tables in each process by tierstore.open" in told
         assert files_of(folder) == before
     assert StoreNotFoundError.__name__ in run(open_refused, 1, tmp_path, tmp_path / "nothing", "r")[0]
-
-
-# Whose part it is
 
 
 def swap(folder: Path) -> None:
@@ -174,9 +165,7 @@ def back_up(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [swap, back_up])
-def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
-    spoil: Callable[[Path], None], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_in_each_others_place_are_refused_by_all_that_open_them(spoil, folder, tmp_path, capsys):
     spoil(folder)
     told = [refused(step_of, folder)]
     for words in (["inspect"], ["verify"], ["reshard"], ["export"]):
@@ -189,11 +178,8 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
     assert len(told) >= 7
 
 
-# Interruptions
-
-
 @pytest.mark.parametrize("words", [["--ranks", "3"], ["--plain"]])
-def test_the_command_that_was_killed_can_be_called_again(words: list[str], folder: Path, tmp_path: Path) -> None:
+def test_the_command_that_was_killed_can_be_called_again(words, folder, tmp_path):
     target, expected = tmp_path / "new", contents(folder)
     run(die_in_command, 1, tmp_path, folder, target, 3 * (words != ["--plain"]), statuses=[DIED])
     assert list(target.glob("*.partial"))

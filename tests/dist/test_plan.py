@@ -2,8 +2,7 @@
 
 import json
 import random
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -30,9 +29,7 @@ def drawn_sharding(draw: random.Random, size: int) -> Sharding:
 
 
 @given(draw=st.randoms(use_true_random=False), size=st.integers(1, 6), num_rows=st.integers(1, 40))
-def test_every_value_has_one_owner_or_all_and_a_file_says_so(
-    draw: random.Random, size: int, num_rows: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_value_has_one_owner_or_all_and_a_file_says_so(draw, size, num_rows, tmp_path_factory):
     tables = {name: drawn_sharding(draw, size) for name in ("a", "b", "ü\n")}
     for own in tables.values():
         dim = draw.randint(1, 4) * len(own.ranks)
@@ -62,7 +59,7 @@ def test_every_value_has_one_owner_or_all_and_a_file_says_so(
         ({"sharding_type": "row_wise", "ranks": [0, 1], "column_ranges": 2}, "column_ranges=2: it is of grid_shard"),
     ],
 )
-def test_what_is_no_plan_is_refused(fields: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
+def test_what_is_no_plan_is_refused(fields, said, tmp_path):
     path = tmp_path / "plan.json"
     known = {"world_size": 2, "tables": {"t": fields}} if fields and "sharding_type" in fields else fields or {}
     path.write_text("{" if fields is None else json.dumps({"world_size": 2, "tables": {}} | known))
@@ -80,7 +77,7 @@ def test_what_is_no_plan_is_refused(fields: dict[str, Any] | None, said: str, tm
         ({"optimizer": optim.RowWiseAdagrad(weight_decay=0.1)}, Sharding("column_wise", (0, 1)), "weight_decay=0.1"),
     ],
 )
-def test_tables_that_cannot_be_sharded_so_are_refused(fields: dict[str, Any], sharding: Sharding, said: str) -> None:
+def test_tables_that_cannot_be_sharded_so_are_refused(fields, sharding, said):
     config = tierstore.TableConfig(**({"name": "t", "num_embeddings": 9, "embedding_dim": 8} | fields))
     with pytest.raises(ValueError, match=said):
         local_config(config, sharding, 0)

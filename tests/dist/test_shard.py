@@ -108,8 +108,7 @@ def train(store: Any, model: Any, batch: Callable[[int], tuple[Any, ...]]) -> li
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    dense = [each.detach().numpy().tobytes() for each in model.parameters() if each.numel()]
-    return [losses, dense, bits_of(store)]
+    return [losses, [each.detach().numpy().tobytes() for each in model.parameters() if each.numel()], bits_of(store)]
 
 
 def bits_of(store: Any) -> dict[str, tuple[bytes, bytes]]:

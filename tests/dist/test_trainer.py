@@ -107,8 +107,7 @@ def evaluated(made: RunConfig, model: torch.nn.Module) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float, float]:
-    folder = tmp_path_factory.mktemp("one")
-    return one_process(config(folder, "store"), 2)
+    return one_process(config(tmp_path_factory.mktemp("one"), "store"), 2)
 
 
 SHARDINGS: list[tuple[Any, tuple[int, ...]]] = [
@@ -119,9 +118,7 @@ FITS_NOTHING = 462_000
 """Bytes."""
 
 
-def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
+def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(tmp_path, expected):
     changes = {"train__prefetch_depth": 3, "store__ddr": FITS_NOTHING, "store__threads": 2}
     plan = Plan(2, {f"C{i + 1}": Sharding(kind, ranks) for i, (kind, ranks) in enumerate(SHARDINGS)})
     plan.save(tmp_path / "plan.json")
@@ -139,9 +136,7 @@ def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(
     assert found[1].history == found[0].history
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(tmp_path, expected):
     made = config(tmp_path, "run")
     stopped = run(train_rank, 2, tmp_path, made, False, 17)
     assert {(each.interrupted, each.step, each.test) for each in stopped} == {(True, 17, None)}
@@ -182,9 +177,7 @@ def train_as_started(words: list[str], port: int, dies_at: int) -> int:
         return main(words)
 
 
-def test_ranks_started_again_after_one_died_end_in_the_same_bits(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
+def test_ranks_started_again_after_one_died_end_the_same(tmp_path: Path, expected: tuple[str, float, float]) -> None:
     """As torchrun does with --max-restarts."""
     (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
     agent = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -361,9 +354,7 @@ def command(words: list[str]) -> None:
         assert main(words) == 0
 
 
-def test_the_demo_shares_tables_among_ranks_and_ends_in_equal_bits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_shares_tables_among_ranks_and_ends_in_equal_bits(tmp_path, capfd, monkeypatch):
     def torchrun(words: list[str], **_: Any) -> SimpleNamespace:
         launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tierstore"]
         assert words[:8] == [sys.executable, *launcher]

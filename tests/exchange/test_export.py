@@ -216,8 +216,7 @@ def test_a_kept_version_is_exported(tmp_path):
             rows.append(table.read(torch.arange(500)))
             store.commit()
     for version in (1, 2):
-        report = export_store(tmp_path / "store", tmp_path / f"out{version}", version=version)
-        assert report.version == version
+        assert export_store(tmp_path / "store", tmp_path / f"out{version}", version=version).version == version
         (found,) = safetensors.torch.load_file(tmp_path / f"out{version}").values()
         assert bits(found) == bits(rows[version - 1])
 
@@ -286,8 +285,7 @@ def test_commands(shop, tmp_path, capsys):
     assert len(commands) == 8
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
-    said = capsys.readouterr().out
-    assert "other: new (sum, RowWiseAdagrad lr 0.05), 500 rows" in said
+    assert "other: new (sum, RowWiseAdagrad lr 0.05), 500 rows" in capsys.readouterr().out
     assert contents(tmp_path / "shop-compact") == contents(shop)
     copied = contents(tmp_path / "copy")
     assert copied["item"] == contents(shop)["item"]

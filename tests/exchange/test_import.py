@@ -40,8 +40,7 @@ def some(rows=6, dim=3, dtype=torch.float32):
 def test_torchrec_keys_are_tables_under_any_prefix(tmp_path, form, prefix):
     tensors = {f"{prefix}embedding_bags.{name}.weight": some(rows) for name, rows in (("a", 4), ("t_b", 9))}
     tensors |= {"over.weight": some(), "over.bias": torch.ones(3)}
-    file = saved(tmp_path / "file", tensors, form)
-    report = import_files(tmp_path / "store", [file])
+    report = import_files(tmp_path / "store", [saved(tmp_path / "file", tensors, form)])
     assert sorted((each.name, each.rows, each.created) for each in report.tables) == [("a", 4, True), ("t_b", 9, True)]
     assert sorted(report.left_out) == ["over.bias", "over.weight"]
     assert torch.equal(weights(tmp_path / "store", "t_b"), some(9))
@@ -125,8 +124,7 @@ def test_an_existing_table_keeps_its_configuration_state_and_the_commit_its_rest
     store = make_store(tmp_path / "store", config(rows=6, dim=3, pooling="max", optimizer=OPTIMIZERS["adagrad"]))
     was = contents(store)["item"]
     file = saved(tmp_path / "file", {KEY: some()})
-    report = import_files(store, [file])
-    assert report.version == 2
+    assert import_files(store, [file]).version == 2
     found, state, rows, sums = contents(store)["item"]
     assert (found, state, sums) == (was[0], was[1], was[3])
     assert rows == bits(some()) != was[2]
@@ -165,8 +163,7 @@ def test_rows_are_appended_once_in_key_order_in_full_segments(tmp_path, ddr):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")],
+    ("source", "target"), [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")]
 )
 def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, target):
     rows = some(40, 7, getattr(torch, source)) / 3
@@ -242,8 +239,7 @@ def test_an_import_cut_short_changes_nothing_and_may_be_repeated(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "store"]
     assert not os.listdir(tmp_path / "folder")
     assert contents(store)["item"] == was["item"]
-    report = import_files(store, [file])
-    assert report.version == 2
+    assert import_files(store, [file]).version == 2
     assert torch.equal(weights(store), some())
     assert torch.equal(weights(store, "new"), some(50))
 
@@ -280,8 +276,7 @@ WRONG = [("step", -1), ("learning_rate", math.nan), ("config", {"name": "x"})]
     ],
 )
 def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
-    store = make_store(tmp_path / "store", config())
-    export_store(store, tmp_path / "file")
+    export_store(make_store(tmp_path / "store", config()), tmp_path / "file")
     with safetensors.safe_open(tmp_path / "file", framework="pt") as file:
         metadata, tensors = file.metadata(), {KEY: file.get_tensor(KEY)}
     metadata["tierstore"] = json.dumps(json.loads(metadata["tierstore"]) | change)
@@ -295,8 +290,7 @@ def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     directory = tmp_path_factory.mktemp("exports")
-    store = make_store(directory / "store", config(rows=40, dim=3))
-    export_store(store, directory / "safetensors")
+    export_store(make_store(directory / "store", config(rows=40, dim=3)), directory / "safetensors")
     torch.save(safetensors.torch.load_file(directory / "safetensors"), directory / "torch")
     return directory
 

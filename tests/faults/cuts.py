@@ -133,8 +133,7 @@ class _Life:
             return lambda: self.store.change_table(name, name=other), after
         if what == 1:
             return lambda: self.store.change_table(name, num_embeddings=config.num_embeddings + 50), self._now
-        features = [f"{config.feature_names[0]}'"]
-        return lambda: self.store.change_table(name, feature_names=features), self._now
+        return lambda: self.store.change_table(name, feature_names=[f"{config.feature_names[0]}'"]), self._now
 
     def _draw_rows(self, kind: str) -> tuple[Callable[[], Any], Rows]:
         name = self.random.choice(list(self._now))
@@ -180,8 +179,7 @@ class _Life:
             return self._change()
         if kind == "drop":
             name = self.random.choice(list(self._now))
-            left = {each: rows for each, rows in self._now.items() if each != name}
-            return lambda: self.store.drop_table(name), left
+            return lambda: self.store.drop_table(name), {each: rows for each, rows in self._now.items() if each != name}
         if kind == "roll back":
             version = self.random.choice(self.store.versions)
             return lambda: self.store.rollback(version), self._of(version)

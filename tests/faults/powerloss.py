@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from .syscalls import Operation, Recorder
 __all__ = ["Loss", "losses", "materialise", "pending", "state"]
 
 SECTOR_BYTES = 512
-State = dict[int, bytearray | dict[str, int]]
-"""Files and directories, as in ``syscalls.Tree``."""
+State = dict[int, Any]
+"""Files (bytearray) and directories (dict of entries), as in ``syscalls.Tree``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +71,14 @@ def state(recorder: Recorder, safe: Sequence[int], loss: Loss, unsafe: Sequence[
     for index in sorted({*safe, *loss.survivors}):
         operation = recorder.operations[index]
         if operation.kind in ("write", "truncate"):
-            _apply_data(_file(tree, operation), operation, torn.get(index))
+            _apply_data(tree.setdefault(operation.inode, bytearray()), operation, torn.get(index))
         else:
             _apply_entry(tree, operation)
     for index in unsafe if loss.grown else ():
         operation = recorder.operations[index]
         if operation.kind == "write":
-            _lengthen(_file(tree, operation), operation.offset + len(operation.data))
+            _lengthen(tree.setdefault(operation.inode, bytearray()), operation.offset + len(operation.data))
     return tree
-
-
-def _file(tree: State, operation: Operation) -> bytearray:
-    image = tree.setdefault(operation.inode, bytearray())
-    assert isinstance(image, bytearray)
-    return image
 
 
 def _lengthen(image: bytearray, size: int) -> None:
@@ -110,7 +105,6 @@ def _apply_data(image: bytearray, operation: Operation, sectors: int | None) -> 
 
 def _apply_entry(tree: State, operation: Operation) -> None:
     directory = tree.setdefault(operation.directory, {})
-    assert isinstance(directory, dict)
     if operation.kind == "mkdir":
         tree.setdefault(operation.inode, {})
     elif operation.kind == "create":
@@ -124,7 +118,6 @@ def _apply_entry(tree: State, operation: Operation) -> None:
 def materialise(tree: State, target: Path, number: int = 0) -> None:
     target.mkdir()
     entries = tree.get(number, {})
-    assert isinstance(entries, dict)
     for name, child in entries.items():
         node = tree.get(child, bytearray())
         if isinstance(node, dict):

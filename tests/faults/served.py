@@ -129,7 +129,6 @@ class _Forked(Writer):
             self._connection.sendall(f"{self.name}\n".encode())
 
     def _exchange(self, line: str) -> str:
-        assert self._connection is not None
         self._connection.sendall(line.encode() + b"\n")
         return self._connection.makefile().readline()
 

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple
 
 import lmdb.cpython
@@ -131,9 +130,7 @@ class Recorder:
         _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _active
         _active = None
         redirect(self._replaced)
@@ -266,9 +263,6 @@ def _write_part(descriptor: int, data: bytes, offset: int, name: str) -> int:
 def _call(name: str, arguments: tuple[int, ...]) -> int:
     result = ctypes.c_int64(_real(name)(*arguments)).value
     return result if name in _SIZED else ctypes.c_int(result).value
-
-
-# The callbacks
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: s
     """Whoever writes goes on from what is known to be on the device."""
     assert run(ROLLED_BACK, tmp_path, point) == "ended with -9\n"
     kept = {"head put": {3}, "transaction committed": {1, 3}}.get(point.removeprefix("rollback: "), {1})
-    options: Any
     for options in ({"mode": "r"}, {"keep": 3}, {"mode": "r"}):
         with tierstore.open(tmp_path, ddr="2MiB", threads=1, **options) as store:
             expected = torch.full((2000, 16), 0.5)
@@ -71,9 +69,7 @@ def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: s
 @pytest.mark.parametrize(
     ("number", "seed"), [(180, 1), *(pytest.param(2000, 1000 * seed, marks=pytest.mark.soak) for seed in range(1, 11))]
 )
-def test_calls_cut_short_leave_every_row_right(
-    tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_calls_leave_rows_right(tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks."""
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     tally = cuts.live(tmp_path, cuts=number, seed=seed)

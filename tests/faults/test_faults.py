@@ -15,13 +15,6 @@ from tierstore import errors
 
 from .test_file_systems import mounted
 
-
-@pytest.fixture
-def store(store_dir: Path) -> Path:
-    make_store(store_dir)
-    return store_dir
-
-
 # File systems and permissions
 
 
@@ -73,9 +66,6 @@ def test_a_user_that_lacks_a_permission() -> None:
     assert all("this user lacks the permission" in said for said in refused[:2])
 
 
-# File descriptors
-
-
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_store_stays_whole_without_file_descriptors_and_says_what_to_raise(store: Path, mode: str) -> None:
     """As the limit on descriptors rises by one until all works."""
@@ -120,9 +110,6 @@ def test_a_store_stays_whole_without_file_descriptors_and_says_what_to_raise(sto
     said = run(code, store, mode).splitlines()
     assert len(said) >= 2
     assert [line for line in said if "raise `ulimit -n`" not in line or str(store) not in line] == []
-
-
-# The clock
 
 
 def test_no_source_asks_for_the_time_of_day() -> None:

@@ -79,12 +79,7 @@ def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "store"))
 
 
-# Overlays
-
-
-def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_of_it_is_told_to_open_again(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_is_told_to_open_again(made, tmp_path):
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
     shutil.copytree(made, tmp_path / "lower" / "store")
@@ -107,10 +102,7 @@ def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_of_it_is_told_to_op
         _check(layered, 1.0)
 
 
-# Files that others remove
-
-
-def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_path: Path) -> None:
+def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made, tmp_path):
     names = sorted({path.name for path in made.iterdir()} | {"rows.lmdb-lock"})
     second_writer = """
     for folder in sys.argv[1:]:
@@ -151,9 +143,6 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
             assert _write(writer, 4.0) == 4
 
 
-# Making stores
-
-
 @pytest.mark.parametrize(
     ("module", "name", "lacked"),
     [
@@ -162,9 +151,7 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
         (fcntl, "fcntl", "locks of open files"),
     ],
 )
-def test_what_a_file_system_lacks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, lacked: str
-) -> None:
+def test_what_a_file_system_lacks_is_named(tmp_path, monkeypatch, module, name, lacked):
     plain = getattr(module, name)
     for code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
 
@@ -181,9 +168,7 @@ def test_what_a_file_system_lacks_is_named(
                 write_text(tmp_path / "page", "", force=True)
 
 
-def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_temporary_folder_is_named_with_what_an_update_takes(store, tmp_path, monkeypatch):
     plain, left = os.pwrite, iter([True, False, False])
 
     def pwrite(*given: Any) -> int:
@@ -198,7 +183,7 @@ def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_tells_no_size(store, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_bfree=0, f_frsize=4096))
     for command, target in (("backup", "b"), ("compact", "c"), ("export", "x.safetensors")):
         assert main([command, str(store), str(tmp_path / target)]) == 0
@@ -206,7 +191,7 @@ def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypat
         assert _write(writer, 3.0) == 3
 
 
-def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path: Path) -> None:
+def test_the_root_of_a_file_system_is_empty_to_a_new_store(store, tmp_path):
     for command in ("backup", "compact", "repair"):
         (tmp_path / command / "lost+found").mkdir(parents=True)
         assert main([command, str(store), str(tmp_path / command)]) == 0
@@ -214,11 +199,8 @@ def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path
         assert (tmp_path / command / "lost+found").is_dir()
 
 
-# Modes and names
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
-def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+def test_files_have_the_mode_that_the_umask_says(tmp_path, umask, mode):
     os.chmod(tmp_path, 0o2775)
     if os.geteuid() == 0:
         os.chown(tmp_path, -1, 2500)
@@ -242,7 +224,7 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mod
     assert {path.stat().st_gid for path in files} == {tmp_path.stat().st_gid}
 
 
-def test_names_that_no_terminal_can_show(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_no_terminal_can_show(made, tmp_path, monkeypatch):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/st\xff\xe9re"))
     with tierstore.open(folder, ddr="1MiB", threads=1) as store:
         store.create_table(tierstore.TableConfig(name="na\u00efve", num_embeddings=ROWS, embedding_dim=DIM))
@@ -261,10 +243,7 @@ def test_names_that_no_terminal_can_show(made: Path, tmp_path: Path, monkeypatch
         assert "na\u00efve".encode(encoding, errors="backslashreplace") in raw.getvalue()
 
 
-# Stores that are moved and copied
-
-
-def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store: Path, tmp_path: Path) -> None:
+def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store, tmp_path):
     other = _make(tmp_path / "other")
     moved = tierstore.open(store, ddr="1MiB", threads=1)
     tier = cast(LmdbColdTier, moved._cold)
@@ -274,7 +253,6 @@ def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store: 
     os.rename(other, store)
     before = {path.name: path.read_bytes() for path in store.iterdir()}
     table = tierstore.TableConfig(name="more", num_embeddings=10, embedding_dim=DIM)
-    assert tier._writer is not None
     for call in (moved.commit, lambda: moved.create_table(table), tier._writer._superblocks.set, moved.commit):
         with pytest.raises(errors.StoreReplacedError, match=r"rows\.lmdb is another file"):
             call()
@@ -286,7 +264,7 @@ def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store: 
 
 
 @pytest.mark.parametrize("name", ["rows.lmdb", "rows.lmdb-lock", "rows.anchor"])
-def test_a_file_that_another_store_shares_is_not_written(store: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_that_another_store_shares_is_not_written(store, tmp_path, name):
     os.link(store / name, tmp_path / "shared")
     with pytest.raises(errors.TierstoreError, match=rf"{name} is a hard link, .*cp -a --reflink=auto or tierstore b"):
         tierstore.open(store, ddr="1MiB", threads=1)

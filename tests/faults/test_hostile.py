@@ -37,12 +37,6 @@ this package, and types."""
 SOURCES = sorted((ROOT / "tierstore").rglob("*.py"))
 
 
-@pytest.fixture
-def store(store_dir: Path) -> Path:
-    make_store(store_dir)
-    return store_dir
-
-
 def _offences(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):

@@ -278,7 +278,6 @@ class Faults(RuleBasedStateMachine):
     )
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        assert self.work.last is not None
         self.work.rollback(data.draw(st.sampled_from(self.work.last.kept)))
 
     @precondition(lambda self: JIT_ENABLED and (self.device.is_free or not self.device.fault))  # reads evict rows
@@ -356,17 +355,13 @@ class Faults(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [
-        (5 if JIT_ENABLED else 1, 14),
-        pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
-    ],
+    [(5 if JIT_ENABLED else 1, 14), pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])],
 )
 def test_work_and_faults_in_any_order(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shrinking, which takes an hour: seed and steps of a failure are shown."""
     TOTAL.clear()
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
-    phases = set(Phase) - {Phase.shrink, Phase.explain}
-    how = settings(max_examples=examples, stateful_step_count=steps, phases=phases)
+    how = settings(max_examples=examples, stateful_step_count=steps, phases=set(Phase) - {Phase.shrink, Phase.explain})
     run_state_machine_as_test(Faults, settings=how)
     wanted = ["errors", "failed", "torn", "ahead", "behind", "unreadable"] if JIT_ENABLED else ["torn"]
     assert min(TOTAL[name] for name in wanted) > 0, TOTAL

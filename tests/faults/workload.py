@@ -104,8 +104,7 @@ class Workload:
     def train(self, steps: int = 1, batch: int = 150) -> None:
         """So many steps; each changes rows of both tables, first in the store, then in the model."""
         for _ in range(steps):
-            ids = self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)
-            self.train_rows(ids.astype(np.int64))
+            self.train_rows((self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)).astype(np.int64))
             after = copy.deepcopy(self.tables["written"])
             rows = self.generator.choice(len(after.weights) // 2, batch // 3, replace=False)
             after.weights[rows] = self.generator.random((len(rows), after.weights.shape[1]), np.float32)
@@ -158,8 +157,6 @@ class Workload:
             self.mark("returned", begun)
 
     def rollback(self, to: Snapshot) -> None:
-        assert self.last is not None
-        assert to.version is not None
         kept = tuple(old for old in self.last.kept if (old.version or 0) <= to.version)
         shown = replace(to, kept=kept)
         self.mark("begun", shown)

@@ -213,10 +213,7 @@ def _edits_of_trees() -> list[bytes]:
 
 @functools.cache
 def _segments() -> tuple[Stored, dict[int, Any]]:
-    with (
-        tierstore.open(_store()[0], mode="r", ddr="4MiB", threads=1) as store,
-        store._cold.lease() as (tree, rows),
-    ):
+    with tierstore.open(_store()[0], mode="r", ddr="4MiB", threads=1) as store, store._cold.lease() as (tree, rows):
         stored = segments.stored_segments(tree)
         return stored[np.unique(stored["pages"], return_index=True)[1]], rows.shapes
 

@@ -14,8 +14,7 @@ def main(folder: Path, device: str) -> None:
             expected = train(folder / f"{number} {pooling} plain", batches, config=config)
             for depth in (0, 2):
                 place = folder / f"{number} {pooling} {depth}"
-                ended = train(place, batches, config=config, hbm=TINY, depth=depth, device=device)
-                assert_same(ended, expected)
+                assert_same(train(place, batches, config=config, hbm=TINY, depth=depth, device=device), expected)
     print("the same bits")
 
 

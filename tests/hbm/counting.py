@@ -59,7 +59,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._done = self._now
 
     def clear(self) -> None:
-        """Count from here on."""
         self.launches.clear()
         self.waits.clear()
 

@@ -44,9 +44,7 @@ def least(configs: Iterable[tierstore.TableConfig], policy: str) -> str:
             store.create_table(each)
         with pytest.raises(BudgetError) as caught:
             store.pool_of(next(iter(store.tables.values())).layout)
-    found = re.search(r"give at least (\d+KiB)", str(caught.value))
-    assert found is not None
-    return found[1]
+    return re.search(r"give at least (\d+KiB)", str(caught.value))[1]
 
 
 def open_store(

@@ -42,8 +42,7 @@ def use(store: tierstore.Store) -> list[DeviceRows]:
     """The tiers on the device, after every table was read."""
     for table in store.tables.values():
         table.read(torch.arange(20))
-    tiers = {table.pool.tier for table in store.tables.values()}
-    return [tier for tier in tiers if isinstance(tier, DeviceRows)]
+    return [tier for tier in {table.pool.tier for table in store.tables.values()} if isinstance(tier, DeviceRows)]
 
 
 def refused(store: tierstore.Store) -> str | None:

@@ -57,7 +57,6 @@ def check(values: list[int], dtype: torch.dtype, device: str) -> None:
     dtypes = [each.dtype for each in (made.order, made.starts, made.num_unique, made.distinct)]
     assert dtypes == [torch.int64, torch.int32, torch.int32, dtype]
     if dtype == torch.int64:
-        assert made.inverse is not None
         assert made.inverse.dtype == torch.int32
         assert made.distinct[made.inverse.long()].tolist() == values
 

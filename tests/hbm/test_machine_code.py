@@ -13,9 +13,7 @@ import pytest
 
 from tests.hbm.machine_code import ROW_KERNELS
 
-pytest.importorskip(
-    "triton", minversion="3.3", reason="Triton is for Linux; its compiler is called otherwise before 3.3"
-)
+pytest.importorskip("triton", minversion="3.3", reason="Triton is for Linux; its compiler was another before 3.3")
 
 ROOT = Path(__file__).parents[2]
 ROUNDS_OTHERWISE = re.compile(

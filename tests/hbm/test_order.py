@@ -38,9 +38,7 @@ def train(
 
 
 @pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
-def test_all_that_uses_a_row_is_ordered_with_dynamic_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str
-) -> None:
+def test_uses_of_a_row_are_ordered_with_dynamic_ids(tmp_path, monkeypatch, hbm):
     """Without them, ``test_bits.py`` has it."""
     trace = tracing.install(monkeypatch, 0)
     with few_slots(40) if hbm == "8KiB" else contextlib.nullcontext():
@@ -50,12 +48,9 @@ def test_all_that_uses_a_row_is_ordered_with_dynamic_ids(
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for a CUDA device")
 @pytest.mark.parametrize(("policy", "budget", "is_there"), [("lfu", "12KiB", True), ("lru", "64KiB", False)])
-def test_training_with_triton_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
-) -> None:
+def test_training_with_triton_kernels(tmp_path, monkeypatch, policy, budget, is_there):
     expected = train(tmp_path / "plain", depth=0, rows=200, steps=2)
     for module in (base, cache):
         monkeypatch.setattr(module, "kernels_of", lambda _: launches)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    ended = train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
-    assert torch.equal(ended, expected)
+    assert torch.equal(train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy), expected)

@@ -148,7 +148,7 @@ def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
 
 
 @pytest.mark.parametrize("words", [(2, 0), (5, 1), (3, 1000)])
-def test_rows_are_moved_whole(rows: Rows, words: tuple[int, int]) -> None:
+def test_rows_are_moved_whole(rows, words):
     generator = torch.Generator().manual_seed(words[1])
     arenas, buffers = (
         tuple(torch.randint(-(2**63), 2**63 - 1, (count, width), generator=generator) for width in words)
@@ -198,10 +198,7 @@ def join(rows: Rows, given: DeviceIds, batch: int, sizes: list[int], dtype: torc
     is_scaled=st.booleans(), wrong=st.dictionaries(st.floats(0, 0.99), st.sampled_from([-1, 9, 2**31 - 1]), max_size=3),
     offset=st.none() | st.tuples(st.floats(0, 0.999), st.sampled_from([-5, 1, 3, 10**6])),
 )  # fmt: skip
-def test_any_ids_are_joined_and_what_is_wrong_is_told(
-    rows: Rows, longest: int, last: bool, dtype: torch.dtype, is_scaled: bool, wrong: dict[float, int],
-    offset: tuple[float, int] | None,
-) -> None:  # fmt: skip
+def test_any_ids_are_joined_and_what_is_wrong_is_told(rows, longest, last, dtype, is_scaled, wrong, offset):
     """Also more bags than positions, and more of either than a program takes. What is wrong may be used."""
     rng, sizes, batch = np.random.default_rng([longest, last]), np.array([40, 1, 9]), 70 if longest > 1 else 300
     lengths = rng.integers(0, longest + 1, 3 * batch)
@@ -218,7 +215,6 @@ def test_any_ids_are_joined_and_what_is_wrong_is_told(
     given = DeviceIds(torch.from_numpy(ids).to(dtype), torch.from_numpy(whole if last else whole[:-1]).to(other), scale)
     bags, (joined, is_right, record) = join(rows, given, batch, sizes.tolist(), other)
     if scale is not None:
-        assert bags.scale is not None
         assert torch.equal(bags.scale.cpu(), scale)
     assert bool(record[-1]) == is_off
     if is_off:
@@ -271,7 +267,6 @@ def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: 
         out, arg_max = pool(rows, batch, mode, cuts, scaled=scaled, by_row=by_row)
         assert np.array_equal(bits(out), bits(expected))
         if best is not None:
-            assert arg_max is not None
             assert torch.equal(arg_max.cpu(), best)
 
 
@@ -284,10 +279,7 @@ ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-4
     longest=st.sampled_from([0, 1, 5, 9]), is_odd=st.booleans(), is_wide=st.booleans(),
     cuts=st.lists(st.floats(0, 1), max_size=4).map(sorted),
 )  # fmt: skip
-def test_any_pooling(
-    rows: Rows, dim: int, dtype: torch.dtype, mode: str, scaled: bool, longest: int, is_odd: bool, is_wide: bool,
-    cuts: list[float],
-) -> None:  # fmt: skip
+def test_any_pooling(rows, dim, dtype, mode, scaled, longest, is_odd, is_wide, cuts):
     """In parts that end anywhere, of rows that may be no numbers, into results that may need int64 to be counted."""
     batch = make_batch(dim, dtype, longest=longest)
     if is_wide:
@@ -300,7 +292,7 @@ def test_any_pooling(
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [*zip([1, 20, 128], DTYPES, strict=True)])
-def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
+def test_dot_products(rows, dim, dtype):
     batch = make_batch(dim, dtype)
     expected = dots(TWIN, batch, [], by_row=False)
     for by_row in (False, True):
@@ -361,17 +353,14 @@ HOT: list[tuple[int, ...]] = [(), (), (70,), (330, 10, 90), *((count,) for count
     rules=st.one_of(st.sampled_from(EVERY_RULE).map(lambda rule: [rule]), st.just(EVERY_RULE)), scaled=st.booleans(),
     longest=st.sampled_from([0, 3, 7]), hot=st.sampled_from(HOT), share=st.floats(0, 1),
 )  # fmt: skip
-def test_any_update(
-    rows: Rows, dim: int, dtype: torch.dtype, mode: str, rules: list[Any], scaled: bool, longest: int,
-    hot: tuple[int, ...], share: float,
-) -> None:  # fmt: skip
+def test_any_update(rows, dim, dtype, mode, rules, scaled, longest, hot, share):
     """By one rule or by one of each table, in two parts that meet anywhere."""
     batch = make_batch(dim, dtype, longest=longest, hot=hot, tables=len(rules))
     check_update(rows, batch, rules, mode=mode, scaled=scaled, cut=int(share * len(batch.slots)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
+def test_updates_round_ties_to_even(rows, dtype):
     """SGD at rate 1 on numbers with half a last place more or less; some become too large, or no number."""
     batch = make_batch(8, dtype, longest=1, samples=30)
     rng = np.random.default_rng(0)
@@ -387,7 +376,7 @@ def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
         check_update(rows, batch, [optim.SGD(lr=1.0)])
 
 
-def test_updates_of_rows_with_thousands_of_positions(rows: Rows) -> None:
+def test_updates_of_rows_with_thousands_of_positions(rows):
     """Super-runs of 4096 that are just full, or a position more, and begin anywhere, in either of two parts."""
     assert (RUN, SUPER_RUN) == (64, 4096)  # stores go on in the bits of earlier releases
     batch = make_batch(4, torch.float32, hot=(10, SUPER_RUN + 1, SUPER_RUN))

@@ -32,7 +32,7 @@ def bag_of(store: tierstore.Store, name: str = "t", **options: Any) -> Any:
 
 
 @SIZES
-def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm: int) -> None:
+def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir, hbm):
     with open_store(store_dir, hbm=hbm) as store:
         out, rows = bag_of(store)(ALL[:6], torch.tensor([0])), hot(store)
         assert rows.weights.untyped_storage().nbytes() >= ROWS // 8
@@ -41,7 +41,7 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
         out.sum().backward()
 
 
-def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
+def test_buffers_are_used_again_only_when_their_copy_is_done():
     """A device that is late: copies happen when somebody waits for their mark."""
     waited: list[int] = []
 
@@ -73,9 +73,6 @@ def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
     assert waited == [1, 2, 3, 4, 5, 6]
 
 
-# What fails
-
-
 class OutOfMemory(Exception):
     pass
 
@@ -103,9 +100,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: 
         (LEAST, HostTier, "put", False), (ENOUGH, HostTier, "take", False), (ENOUGH, HostTier, "put", False),
     ],
 )  # fmt: skip
-def test_a_call_that_fails_loses_no_row(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, hbm: int, owner: type, name: str, after: bool
-) -> None:
+def test_a_call_that_fails_loses_no_row(store_dir, monkeypatch, hbm, owner, name, after):
     expected = torch.arange(600.0)[:, None].repeat(1, 4)
     with open_store(store_dir, hbm=hbm) as store:
         table = store["t"]
@@ -131,7 +126,7 @@ def test_a_call_that_fails_loses_no_row(
     assert torch.equal(shown(store_dir), expected)
 
 
-def test_rows_of_a_failed_update_are_newer_than_those_below(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_failed_update_are_newer_than_those_below(store_dir, monkeypatch):
     with open_store(store_dir) as store:
         out = bag_of(store)(ALL[:20].view(4, 5))
         fail_once(monkeypatch, twin, "update_rows", after=True)
@@ -142,9 +137,6 @@ def test_rows_of_a_failed_update_are_newer_than_those_below(store_dir: Path, mon
         with hot(store).emptied():
             pass
         assert (store["t"].read(ALL[:20]) == -1).all()
-
-
-# Ids on the device
 
 
 class There:
@@ -169,7 +161,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
     return There(monkeypatch)
 
 
-def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
+def test_empty_batches_go_by_the_host(store_dir, there):
     there.begin()
     with open_store(store_dir, hbm=ENOUGH) as store:
         bag = bag_of(store, include_last_offset=True)
@@ -182,9 +174,7 @@ def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
 
 
 @SIZES
-def test_a_lookup_under_capture_is_refused(
-    store_dir: Path, there: There, monkeypatch: pytest.MonkeyPatch, hbm: int
-) -> None:
+def test_no_lookup_is_captured(store_dir, there, monkeypatch, hbm):
     with open_store(store_dir, hbm=hbm) as store:
         bag = bag_of(store)
         if hbm == ENOUGH:
@@ -206,7 +196,7 @@ WRONG: list[tuple[list[int], list[int], str]] = [
 
 
 @SIZES
-def test_what_is_wrong_is_named_as_the_host_names_it(store_dir: Path, there: There, hbm: int) -> None:
+def test_what_is_wrong_is_named_as_the_host_names_it(store_dir, there, hbm):
     with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
         messages: list[list[str]] = []
         for begin in (lambda: None, there.begin):
@@ -226,11 +216,9 @@ def test_what_is_wrong_is_named_as_the_host_names_it(store_dir: Path, there: The
 
 
 @contextlib.contextmanager
-def late(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> Iterator[tuple[tierstore.Store, Any, Count]]:
+def late(folder: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> Iterator[tuple[tierstore.Store, Any, Count]]:
     """A store whose rows are in, and a device that does nothing until the host waits for it or it is said to."""
-    with open_store(directory, hbm=ENOUGH) as store:
+    with open_store(folder, hbm=ENOUGH) as store:
         bag = bag_of(store)
         step(bag, ALL[:3])
         store.commit()
@@ -249,7 +237,7 @@ AFTER: dict[str, Callable[[tierstore.Store, Any], Any]] = {
 
 
 @pytest.mark.parametrize("who", AFTER)
-def test_a_late_error_is_raised_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str) -> None:
+def test_a_late_error_is_raised_once(store_dir, monkeypatch, there, who):
     """By who waits for the device, and by the next step if it is known by then."""
     with late(store_dir, monkeypatch, there) as (store, bag, count):
         step(bag, BAD)
@@ -265,9 +253,7 @@ def test_a_late_error_is_raised_once(store_dir: Path, monkeypatch: pytest.Monkey
         assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
 
 
-def test_backward_raises_the_error_if_it_is_known_by_then(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
+def test_backward_raises_what_is_known_by_then(store_dir, monkeypatch, there):
     with late(store_dir, monkeypatch, there) as (store, bag, count):
         out = bag(BAD, torch.tensor([0]))
         count.catch_up()
@@ -278,7 +264,7 @@ def test_backward_raises_the_error_if_it_is_known_by_then(
         assert not store["t"].pool.in_use
 
 
-def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
+def test_closing_raises_the_error(store_dir, monkeypatch, there):
     work = late(store_dir, monkeypatch, there)
     with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
         bag(BAD, torch.tensor([0]))
@@ -293,9 +279,7 @@ UPDATE = ["sort", "place_starts", "place_starts", "update_rows", "update_rows", 
     ("is_there", "optimizer", "scaled"),
     [(False, optim.SGD(), True), (False, optim.Adam(), False), (True, optim.SGD(), False), (True, optim.Adam(), True)],
 )
-def test_a_training_step_is_ten_launches_at_most_and_no_wait(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, is_there: bool, optimizer: Any, scaled: bool
-) -> None:
+def test_a_step_is_ten_launches_at_most_and_no_wait(store_dir, monkeypatch, there, is_there, optimizer, scaled):
     sending = ["join_ids", "mul"] if is_there else ["copy_", "number_bags"]
     changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
     if is_there:
@@ -315,13 +299,12 @@ def test_a_training_step_is_ten_launches_at_most_and_no_wait(
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_launches_and_waits_where_rows_may_be_evicted(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_launches_and_waits_where_rows_may_be_evicted(monkeypatch, policy):
     hot = make_hot(MemoryColdTier(), policy)
     read(hot, range(20))
 
     def step(rows: list[int]) -> None:
         lease = hot.acquire(group(torch.tensor(rows)), len(rows))
-        assert lease is not None
         with lease.in_use(changes=True):
             pass
         lease.release()

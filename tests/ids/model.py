@@ -67,8 +67,7 @@ class Model:
             self.evict({key for _, key in victims[:wanted]})
         given = chosen[: self.capacity - len(self.rows)]
         for key in given:
-            score = counts[key] if isinstance(rule, LFU) else self.clock
-            self.rows[key] = Row(score, self.next_number)
+            self.rows[key] = Row(counts[key] if isinstance(rule, LFU) else self.clock, self.next_number)
             self.next_number += 1
         if isinstance(rule_of_admission, Frequency):
             self._count({key: times for key, times in seen.items() if key not in given}, given)

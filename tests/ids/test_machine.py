@@ -107,8 +107,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         ``unseen="init"``: others get rows in the oracle for this batch."""
         had = {key: row.number for key, row in self.model.rows.items()}
         if given := self.model.train(ids):
-            rows = torch.tensor([self.model.rows[key].number for key in given])
-            self.oracle.write(rows, first_values(given))
+            self.oracle.write(torch.tensor([self.model.rows[key].number for key in given]), first_values(given))
         numbers = {key: row.number for key, row in self.model.rows.items()}
         self.num_evicted += sum(numbers.get(key) != number for key, number in had.items())
         if self.model.rules.unseen == "init" and (others := [*{*ids} - numbers.keys()]):
@@ -247,13 +246,11 @@ class DynamicIdsMachine(RuleBasedStateMachine):
     @rule()
     def check(self) -> None:
         known = self.table.ids
-        assert known is not None
         known.check_integrity()
         self.table.pool.tier.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]
         assert sorted(ids) == sorted(self.model.rows)
-        scores = known.scores_of(np.array(ids, np.int64))
-        assert scores.tolist() == [self.model.rows[key].score for key in ids]
+        assert known.scores_of(np.array(ids, np.int64)).tolist() == [self.model.rows[key].score for key in ids]
         stats, of_store = self.table.id_stats(), self.store.stats()
         assert of_store.ids == stats
         assert f"ids: rows {stats.rows:,}, candidates" in str(of_store)

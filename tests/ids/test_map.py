@@ -128,10 +128,3 @@ def test_bytes_an_id() -> None:
     made.evict(1, [], partial(_chosen, made, set()))
     assert made._records.nbytes + made._index.nbytes + 4 * 250 == map_bytes(1000) <= 20 * 1000
     assert abs(len(made._queue) - 250) < 4
-
-
-def test_ids_with_gaps_between_them_are_found() -> None:
-    ids, made = np.arange(20), IdMap(10)
-    made.put(np.arange(10), ids[::2].copy(), np.ones(10, np.uint32))
-    assert made.find(ids[::2]).tolist() == list(range(10))
-    assert made.find(ids[1::2]).tolist() == [-1] * 10

@@ -39,7 +39,7 @@ MARK = 0x1122334455667788
     rules=RULES,
     versions=st.lists(st.tuples(st.lists(BATCHES, min_size=1, max_size=3), BATCHES), min_size=2, max_size=4),
 )
-def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versions: Any) -> None:
+def test_a_replica_has_the_ids_and_rows_of_each_version(rules, versions):
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         source, replica = Path(folder, "source"), Path(folder, "replica")
         twin, before = Twin(config(rules)), dict[int, list[float]]()
@@ -71,7 +71,7 @@ def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versi
         assert read(replica) == before, "ids that the source has no more are gone"
 
 
-def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
+def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path):
     make(tmp_path / "source", [1, 2, 3])
     update = write_update(tmp_path / "source", tmp_path / "update")
 
@@ -95,9 +95,7 @@ def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
     batches=st.lists(BATCHES, max_size=4), later=st.lists(BATCHES, min_size=1, max_size=4), other=BATCHES,
     form=st.sampled_from(["safetensors", "dcp"]), eviction=st.sampled_from([LRU(), LFU()]), rules=RULES,
 )  # fmt: skip
-def test_training_goes_on_with_what_a_file_has(
-    batches: Any, later: Any, other: Any, form: str, eviction: Any, rules: DynamicIds
-) -> None:
+def test_training_goes_on_with_what_a_file_has(batches, later, other, form, eviction, rules):
     """To the same rows and evictions; of a checkpoint, which has candidates, too, by any rules."""
     rules = rules if form == "dcp" else DynamicIds(eviction=eviction)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +123,7 @@ def test_training_goes_on_with_what_a_file_has(
             assert store["item"].id_stats().candidates == len(twin.model.candidates)
 
 
-def test_an_import_into_a_table_of_other_rules_gives_rows_state_and_nothing_else(tmp_path: Path) -> None:
+def test_an_import_into_a_table_of_other_rules_gives_rows_state_and_nothing_else(tmp_path):
     adam, ids = tierstore.optim.Adam(), torch.tensor([-3, 5, 9])
     with tierstore.open(tmp_path / "source", **SMALL) as store:
         table = store.create_table(config(optimizer=adam))
@@ -150,7 +148,7 @@ def test_an_import_into_a_table_of_other_rules_gives_rows_state_and_nothing_else
         assert table.id_stats().candidates == 0
 
 
-def test_rows_of_others_come_with_ids_or_their_numbers_are_ids(tmp_path: Path) -> None:
+def test_rows_of_others_come_with_ids_or_their_numbers_are_ids(tmp_path):
     rows, ids = torch.rand(3, 6), torch.tensor([2**62, -1, 0])
     safetensors.torch.save_file({"w.weight": rows, "w.ids": ids}, tmp_path / "file")
     import_files(tmp_path / "new", [tmp_path / "file"], mapping={"w.weight": "item"})
@@ -173,7 +171,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("tensors", "error", "named"), WRONG)
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, tensors: Any, error: Any, named: str) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, tensors, error, named):
     _, (before,) = make(tmp_path / "store", [-1, -2])
     with tierstore.open(tmp_path / "store", **SMALL) as store:
         store.create_table(config(None, name="plain"))
@@ -185,7 +183,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, tensor
     assert read(tmp_path / "store") == before
 
 
-def test_a_checkpoint_is_not_loaded_under_a_batch(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_loaded_under_a_batch(tmp_path):
     twin, _ = make(tmp_path / "store", [1, 2, 3])
     with tierstore.open(tmp_path / "store", **SMALL) as store:
         rows = tierstore.checkpoint.rows(store)
@@ -196,7 +194,7 @@ def test_a_checkpoint_is_not_loaded_under_a_batch(tmp_path: Path) -> None:
         assert (len(waiting), contents(store["item"])) == (1, twin.rows)
 
 
-def test_a_recording_has_the_rows_of_ids_and_nothing_of_others(tmp_path: Path) -> None:
+def test_a_recording_has_the_rows_of_ids_and_nothing_of_others(tmp_path):
     with tierstore.open(cold="memory", **SMALL) as store:
         table = store.create_table(config())
         table.admit(torch.tensor([-7, 8]))  # rows 0 and 1
@@ -218,7 +216,7 @@ def test_a_recording_has_the_rows_of_ids_and_nothing_of_others(tmp_path: Path) -
     assert not len(trace["late"].ids)
 
 
-def test_copies_have_the_ids_of_every_version(tmp_path: Path) -> None:
+def test_copies_have_the_ids_of_every_version(tmp_path):
     steps = [-1, -1, 5, 5, 7, MARK, MARK], [each // 2 for each in range(20, 50)], [7, 5]
     twin, versions = make(tmp_path / "store", *steps, rules=DynamicIds(admission=Frequency(2), eviction=LFU()))
     assert not versions[0].keys() <= versions[1].keys(), "some were evicted"
@@ -237,7 +235,7 @@ def test_copies_have_the_ids_of_every_version(tmp_path: Path) -> None:
         assert contents(store["item"]) == twin.rows
 
 
-def test_a_quantized_store_has_the_ids_and_takes_no_others(tmp_path: Path) -> None:
+def test_a_quantized_store_has_the_ids_and_takes_no_others(tmp_path):
     _, (rows,) = make(tmp_path / "store", [-1, 5, MARK, 8])
     assert len(tierstore.quantize(tmp_path / "store", tmp_path / "small", dtype="int8").tables) == 1
     with tierstore.open(tmp_path / "small", **SMALL) as store:
@@ -249,7 +247,7 @@ def test_a_quantized_store_has_the_ids_and_takes_no_others(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["id", "row"])
-def test_damage_is_reported_and_repaired_without_wrong_rows(tmp_path: Path, what: str) -> None:
+def test_damage_is_reported_and_repaired_without_wrong_rows(tmp_path, what):
     _, (rows,) = make(tmp_path / "store", [-1, 5, MARK, 8])
     value = MARK.to_bytes(8, "little") if what == "id" else np.array(rows[MARK], np.float32).tobytes()
     data = (path := tmp_path / "store" / "rows.lmdb").read_bytes()  # may have copies in pages of before

@@ -24,7 +24,6 @@ def config(rules: DynamicIds | None = DynamicIds(), rows: int = 12, **options: A
 
 class Twin:
     def __init__(self, config: tierstore.TableConfig) -> None:
-        assert config.ids is not None
         self.model = Model(config.ids, config.num_embeddings)
         self.values: dict[int, torch.Tensor] = {}
 
@@ -46,7 +45,6 @@ class Twin:
 
 def contents(table: tierstore.Table) -> Rows:
     """Every id that has a row, and the row."""
-    assert table.ids is not None
     table.ids.check_integrity()
     ids = torch.cat([*table.written()])
     return dict(zip(ids.tolist(), table.read(ids).tolist(), strict=True))

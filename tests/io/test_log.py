@@ -118,9 +118,7 @@ TestLmdbMachine = LmdbMachine.TestCase
 TestLmdbMachine.settings = _settings
 
 
-def test_a_commit_that_finds_no_room_to_clean_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_commit_that_finds_no_room_to_clean_stands(tmp_path, monkeypatch, caplog):
     with closing(opened(tmp_path)) as tier:
         keys = keys_of(0, np.arange(500))
         for version in (1, 2):
@@ -134,7 +132,7 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
         check_rows(tier, WIDE, keys, 2)
 
 
-def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_ends_though_others_write_on(tmp_path, monkeypatch):
     with closing(opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
         clean = Mock(return_value=True)
@@ -143,10 +141,9 @@ def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytes
         assert 0 < clean.call_count < 30
 
 
-def test_close_waits_for_reads(tmp_path: Path) -> None:
+def test_close_waits_for_reads(tmp_path):
     tier = opened(tmp_path)
-    keys = keys_of(0, np.arange(1000))
-    write_rows(tier, WIDE, keys, 1)
+    write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
     with tier.lease():
         closing = threading.Thread(target=tier.close)
         closing.start()
@@ -157,7 +154,7 @@ def test_close_waits_for_reads(tmp_path: Path) -> None:
         assert txn.stat()["entries"] == -(-1000 // WIDE.rows_per_segment) + 3
 
 
-def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
+def test_numbers_of_segments_are_never_given_again(tmp_path):
     """Not after a rollback, nor by a process that goes back to a tree that lacks some: a stale page could pass."""
     seen: set[int] = set()
     for generation in range(6):  # each drops those that the one before left behind
@@ -170,7 +167,7 @@ def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["a row", "its index"])
-def test_a_damaged_segment_is_not_cleaned(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_segment_is_not_cleaned(part, tmp_path, caplog):
     """Its rows stay where they are, and are an error for whoever reads them, not for whoever writes others."""
     tier = opened(tmp_path, slack=1.01)
     write_rows(tier, WIDE, keys_of(0, np.arange(200)), 1)
@@ -190,7 +187,7 @@ def test_a_damaged_segment_is_not_cleaned(part: str, tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("layout", [WIDE, NARROW, LONG], ids=["wide", "narrow", "long"])
-def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RowLayout) -> None:
+def test_the_file_stays_within_the_bound(tmp_path, monkeypatch, layout):
     """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
     least = 1 << 20
     monkeypatch.setattr(row_file, "GROWTH_BYTES", least)
@@ -217,7 +214,7 @@ def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.Mon
         assert 0.8 < most <= 1
 
 
-def test_few_pages_are_written_beside_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pages_are_written_beside_segments(tmp_path, monkeypatch):
     """Segments, and all that is counted in their pages, are an eighth: 64 MB hold the tree of 500 MB."""
     counted = ("SEGMENT_PAGES", layout_module), ("GROWTH_BYTES", row_file), ("DELETED_PAGES", log)
     for name, module in (*counted, ("DELETED_PAGES", writer), ("_CLEANED_PAGES", writer)):
@@ -313,7 +310,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize(("keep", "late"), [(1, False), (3, True)])
-def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int, late: bool) -> None:
+def test_a_map_is_what_its_definition_says(tmp_path, width, keep, late):
     """Made in the order of the file, of rows moved by cleaning, rolled back, and written late for a version under way.
 
     The writer's own may lead to another copy of a row, as cleaning has moved it, and hold more rows that were written
@@ -350,7 +347,7 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
 
 
 @pytest.mark.parametrize("num_rows", [2**34, 2**40])
-def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
+def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path, num_rows):
     keys = keys_of(0, [num_rows - 9, num_rows - 2, num_rows - 1])
     with closing(open_tier(tmp_path)) as tier:
         tier.set_tables({0: (WIDE, num_rows)})
@@ -371,7 +368,7 @@ def _private_mib() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
 
 
-def test_scattered_rows_of_a_huge_table_take_little_memory(tmp_path: Path) -> None:
+def test_scattered_rows_of_a_huge_table_take_little_memory(tmp_path):
     """A page of 4 KiB for each of 3,000 rows, 12 MiB a map, and what writing takes; by huge pages it is 2.7 GiB."""
     keys, before = keys_of(0, np.unique(np.random.default_rng(0).integers(10**9, size=3000))), _private_mib()
     for readonly in (False, True):
@@ -385,7 +382,7 @@ def test_scattered_rows_of_a_huge_table_take_little_memory(tmp_path: Path) -> No
             assert _private_mib() - before < 100
 
 
-def test_memory_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_system_refuses_is_told(monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 

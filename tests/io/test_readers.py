@@ -29,17 +29,11 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows.lmdb"
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def opened(stack: ExitStack, path: Path) -> FileLocks:
     return stack.enter_context(closing(FileLocks(path)))
 
 
-def test_the_oldest_of_any_number_of_readers_is_found(stack: ExitStack, rows: Path) -> None:
+def test_the_oldest_of_any_number_of_readers_is_found(stack, rows):
     asking, readers = opened(stack, rows), [opened(stack, rows) for _ in range(5)]
     generator = np.random.default_rng(1)
     held: list[tuple[FileLocks, int]] = []
@@ -57,9 +51,7 @@ def test_the_oldest_of_any_number_of_readers_is_found(stack: ExitStack, rows: Pa
                 assert reader.oldest(below) == asking.oldest(below)
 
 
-def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
-    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(stack, rows, monkeypatch):
     reader, other = opened(stack, rows), opened(stack, rows)
     writer = stack.enter_context(closing(FileLocks(rows, writable=True)))
     writer.lock_for_writer()
@@ -74,9 +66,7 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     assert other.oldest(8) == 7
 
 
-def test_a_second_writer_learns_who_has_the_lock_from_a_machine_with_dead_mounts(
-    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_writer_learns_who_has_the_lock_from_a_machine_with_dead_mounts(stack, rows, monkeypatch):
     first, second = (stack.enter_context(closing(FileLocks(rows, writable=True))) for _ in range(2))
     for name in ("stat", "lstat", "statvfs", "open"):
 
@@ -93,9 +83,7 @@ def test_a_second_writer_learns_who_has_the_lock_from_a_machine_with_dead_mounts
         second.lock_for_writer(shared=True)
 
 
-def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
-    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(stack, rows, monkeypatch):
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
     first = environment.info()["last_txnid"]
@@ -119,9 +107,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
     assert asking.oldest(1 << 40) is None
 
 
-def test_a_table_of_readers_of_another_shape_is_refused(
-    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_of_another_shape_are_refused(stack, rows, monkeypatch):
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     monkeypatch.setattr(reader_locks, "_READER_BYTES", 4096)
     with pytest.raises(TierstoreError, match=r"install the release of lmdb"):
@@ -158,14 +144,11 @@ def follower(writer: LmdbColdTier, tmp_path: Path) -> Iterator[LmdbColdTier]:
 
 
 @pytest.mark.parametrize("moment", ["rollback: transaction committed", "rollback: durable"])
-def test_a_rollback_that_has_not_deleted_its_segments(
-    writer: LmdbColdTier, follower: LmdbColdTier, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_that_has_not_deleted_its_segments(writer, follower, moment, monkeypatch):
     def look(reached: str) -> None:
         if reached != moment:
             return
         found = follower.find_newer()
-        assert found is not None
         assert found.version == 1
         assert FIRST in found.changed
         found.show()
@@ -186,9 +169,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[RowMap]:
     return made
 
 
-def test_following_copies_no_map_and_reads_new_indexes_only(
-    writer: LmdbColdTier, follower: LmdbColdTier, copies: list[RowMap], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_copies_no_map_and_reads_new_indexes_only(writer, follower, copies, monkeypatch):
     num_read, read = [], row_map.read_indexes
     monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
     for poll in range(40):
@@ -201,14 +182,13 @@ def test_following_copies_no_map_and_reads_new_indexes_only(
         check_rows(follower, WIDE, keys_of(0, np.arange(1, 210)), 1)
     writer.commit(b"", 3, keep=3)  # rows of before and after version 2 are not put together
     found = follower.find_newer()
-    assert found is not None
     assert found.changed.tolist() == keys_of(0, np.arange(69)).tolist()
     found.show()
     check_rows(follower, WIDE, keys_of(0, np.arange(69)), 3)
     assert not copies
 
 
-def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, copies: list[RowMap]) -> None:
+def test_rows_that_are_moved_are_entered_while_others_read(tmp_path, copies):
     others, keys = np.flatnonzero(np.arange(NUM_ROWS) % 3), keys_of(0, np.arange(0, NUM_ROWS, 3))
     with closing(_opened(tmp_path, slack=100.0)) as tier:
         for first in range(0, NUM_ROWS, 10):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.kernels.calls import from_python
 from tierstore.cache.ddr import DdrCache
 from tierstore.ids.id_map import IdMap
 from tierstore.io import reads
@@ -17,19 +18,8 @@ from tierstore.kernels import hash_table
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.hash_table import ABSENT, num_places
 from tierstore.kernels.hashing import SECRET, keyed_hash, mix64
-from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.kernels.slots import unique_in_order
 from tierstore.pool import joined
-
-
-def from_python(helper: Any) -> Any:
-    """A helper of kernels, which only they can call, as a function that Python can."""
-
-    def call(*args: Any) -> Any:
-        return helper(*args)
-
-    return kernel(call) if JIT_ENABLED else helper
-
 
 erase, find, insert = (from_python(getattr(hash_table, name)) for name in ("erase", "find", "insert"))
 hashed, count_pages = from_python(keyed_hash), from_python(reads.count_pages)

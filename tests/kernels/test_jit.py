@@ -34,13 +34,11 @@ print(unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inver
 
 
 def run(package: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(package), "NUMBA_CACHE_DIR": str(package / "numba")}
-    return subprocess.run(
-        [sys.executable, "-P", "-c", RUN], env=environment, capture_output=True, text=True, check=True
-    )
+    changed = os.environ | {"PYTHONPATH": str(package), "NUMBA_CACHE_DIR": str(package / "numba")}
+    return subprocess.run([sys.executable, "-P", "-c", RUN], env=changed, capture_output=True, text=True, check=True)
 
 
-def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Path) -> None:
+def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path):
     """A copy of the package whose helper lies in another file than the kernel that it is compiled into. Times do not
     count: layers of images keep whole seconds."""
     source = Path(tierstore.__file__).parent
@@ -57,7 +55,7 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Pat
     assert "compiling kernels that this machine has not used before" in run(tmp_path).stderr
 
 
-def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process() -> None:
+def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process():
     code = "import numba.core.caching as c; c._CacheLocator.ensure_cache_path = lambda _: open('/dev/null/no')\n" + RUN
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
@@ -69,9 +67,7 @@ def _twice(x: int) -> int:
 
 
 @pytest.mark.parametrize("step", ["_save_index", "_save_data", "_load_index"])
-def test_a_kernel_that_cannot_be_kept_is_used(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_cannot_be_kept_is_used(step, tmp_path, monkeypatch, caplog):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -90,9 +86,7 @@ OF_A_MODULE_THAT_WENT = pickle.dumps(numba.__version__) + b"ctierstore.gone\nker
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04no pickle", OF_A_MODULE_THAT_WENT])
-def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_index_of_kernels_that_cannot_be_read_is_written_again(content, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     jit._tell_once.cache_clear()
     for number in range(3):
@@ -105,9 +99,7 @@ def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
     assert "cannot be kept" not in caplog.text
 
 
-def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(tmp_path, monkeypatch):
     def kept_in(folder: Path) -> None:
         for hits in (0, 1):
             compiled: Any = jit.kernel(_twice)
@@ -134,9 +126,7 @@ def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(
     assert compiled.stats.cache_path is None
 
 
-def test_a_kernel_is_claimed_by_one_process_and_others_wait_until_it_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_is_claimed_by_one_process_and_others_wait_until_it_ends(tmp_path, caplog):
     (claimed, tell), (go, end) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -161,7 +151,7 @@ def test_a_kernel_is_claimed_by_one_process_and_others_wait_until_it_ends(
 
 
 @pytest.mark.parametrize("stderr", [None, object(), "closed"], ids=["none", "no file", "closed"])
-def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_needs_no_terminal(stderr, monkeypatch):
     if stderr == "closed":
         stderr = io.StringIO()
         stderr.close()
@@ -169,8 +159,7 @@ def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(logging, "raiseExceptions", False)  # by handlers that other tests left
     monkeypatch.setattr(sys, "path", [*sys.path, Path("of a notebook")])
     first_use = FirstUse(None)
-    kernel = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)})
-    first_use.on_start(kernel)
+    first_use.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)}))
     first_use.disown()
     assert gc.isenabled()
 
@@ -184,7 +173,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path) -> None:
+def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
@@ -196,7 +185,7 @@ def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path) ->
     pytest.fail("it goes on")
 
 
-def test_a_fork_while_a_thread_compiles_can_compile() -> None:
+def test_a_fork_while_a_thread_compiles_can_compile():
     begun, ended = threading.Event(), threading.Event()
 
     def compile_on() -> None:

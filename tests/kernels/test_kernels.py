@@ -6,19 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.kernels import slots as kernels
-from tierstore.kernels.hashing import SECRET
 
 pytestmark = pytest.mark.kernel
-
-
-@given(keys=st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=40))
-def test_unique_in_order(keys: list[int]) -> None:
-    array = np.array(keys, np.int64)
-    scratch = np.full(128, -1, np.int32)
-    unique, inverse = np.empty_like(array), np.empty(len(keys), np.int32)
-    count = kernels.unique_in_order(array, scratch, unique, inverse, SECRET)
-    assert unique[:count].tolist() == list(dict.fromkeys(keys))
-    assert np.array_equal(unique[inverse], array)
 
 
 @given(bags=st.lists(st.integers(0, 5), min_size=1, max_size=6), batch=st.integers(1, 3))

@@ -82,8 +82,7 @@ def test_a_row_beyond_its_scale_and_bias_is_not_packed(dtype: str, low: float, h
 
 def unpacked(weights: Any, dim: int, dtype: str) -> Any:
     out = np.full((len(weights), dim), np.nan, np.float32)
-    slots = np.arange(len(weights), dtype=np.int32)
-    quantized.unpack_rows(slots, weights, dim, CODES[dtype], out)
+    quantized.unpack_rows(np.arange(len(weights), dtype=np.int32), weights, dim, CODES[dtype], out)
     return out
 
 
@@ -109,5 +108,4 @@ def test_rows_are_unpacked_as_by_torch_and_by_numpy(dim: int, dtype: str) -> Non
     assert (np.abs(found.astype(np.float64) - (levels * scale + bias)) <= bound).all()
     if dtype == "int8" or dim % 2 == 0:
         width = packed(torch.zeros(1, dim), dtype).shape[1]
-        expected = OPERATORS[dtype][1](torch.from_numpy(weights[:, :width].copy())).numpy()
-        assert np.array_equal(found, expected)
+        assert np.array_equal(found, OPERATORS[dtype][1](torch.from_numpy(weights[:, :width].copy())).numpy())

@@ -1,6 +1,5 @@
 """Stochastic rounding of updated rows, against its definition in float64, and what its mean comes to."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,9 +73,6 @@ def random_bits(seed: int, step: int, table_index: int, rows: Any, dim: int) -> 
     return mixed(of_rows[:, None] + np.arange(dim, dtype=np.uint64))
 
 
-# One weight
-
-
 @kernel
 def round_all(values: Any, random: Any, out: Any, dtype_code: int) -> None:
     for i in range(values.shape[0]):
@@ -101,7 +97,7 @@ def sampled(dtype: str) -> Any:
 
 @pytest.mark.kernel
 @every_dtype
-def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype: str) -> None:
+def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype):
     values = sampled(dtype)
     values = values[np.abs(values) < halfs(dtype)[-1]]
     inner, share = neighbours(values, dtype)
@@ -120,16 +116,13 @@ def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype: 
 @pytest.mark.kernel
 @every_dtype
 @given(pairs=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)), min_size=1))
-def test_any_float(dtype: str, pairs: list[tuple[int, int]]) -> None:
+def test_any_float(dtype, pairs):
     values = np.array([pattern for pattern, _ in pairs], np.uint32).view(np.float32)
     random = np.array([bits for _, bits in pairs], np.uint64)
     found, expected = by_kernel(values, random, dtype), rounded(values, random, dtype)
     is_nan = np.isnan(values)
     assert torch.from_numpy(found[is_nan]).view(getattr(torch, dtype)).isnan().all()
     assert np.array_equal(found[~is_nan], expected[~is_nan])
-
-
-# Updates
 
 
 def table_config(name: str, **changes: Any) -> tierstore.TableConfig:
@@ -158,9 +151,7 @@ def bits_of(table: tierstore.Table) -> Any:
         for place, rule in enumerate(OPTIMIZERS)
     ],
 )
-def test_each_update_is_that_in_float32_rounded(
-    tmp_path: Path, ddr: str, dim: int, optimizer: optim.Optimizer, dtype: str
-) -> None:
+def test_each_update_is_that_in_float32_rounded(tmp_path, ddr, dim, optimizer, dtype):
     """A table in float32 is given the rows before each update, and so has what is to be rounded after it."""
     own = {"optimizer": optimizer, "embedding_dim": dim}
     with (
@@ -183,7 +174,7 @@ def test_each_update_is_that_in_float32_rounded(
         assert (not isinstance(table.pool.cache, FullCache)) == (ddr != "8MiB")
 
 
-def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Path) -> None:
+def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path):
     config = table_config("t", dtype="float16", rounding="stochastic", optimizer=optim.Adam())
     with tierstore.open(tmp_path / "whole", ddr="8MiB") as store:
         table = store.create_table(config)
@@ -204,10 +195,7 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Pat
             store.rollback(1)
 
 
-# What a table's configuration says
-
-
-def test_the_device_tier_refuses_it_at_once(tmp_path: Path) -> None:
+def test_the_device_tier_refuses_it_at_once(tmp_path):
     config = table_config("t", dtype="bfloat16", rounding="stochastic")
     refusal = "'t' has rounding='stochastic', which is not supported with hbm; open the store with hbm=0"
     with tierstore.open(tmp_path / "store", ddr="2MiB", hbm="1% of tables") as store:
@@ -223,7 +211,7 @@ def test_the_device_tier_refuses_it_at_once(tmp_path: Path) -> None:
         assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
 
 
-def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -> None:
+def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path):
     exported = tmp_path / "t.safetensors"
     with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
         for name in ("t", "u"):
@@ -232,7 +220,6 @@ def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -
     export_store(tmp_path / "store", exported)
     tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["t"])
     assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
-    asked: Any
     for asked, rounding in (
         ({}, "stochastic"),
         ({"dtype": "float32"}, "nearest"),
@@ -243,9 +230,6 @@ def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -
             assert Manifest.read(tmp_path / f"{asked}").tables[0].rounding == rounding
     with pytest.raises(errors.TableError, match="rounding=nearest, not stochastic; leave the rounding as it is"):
         import_files(tmp_path / f"{asked}", [exported], rounding="stochastic")
-
-
-# Rounding to nearest
 
 
 every_half = pytest.mark.parametrize(
@@ -268,7 +252,7 @@ def narrow(values: np.ndarray, out: np.ndarray, dtype_code: int) -> None:
 
 @pytest.mark.kernel
 @every_half
-def test_every_bit_pattern_widens_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+def test_every_bit_pattern_widens_as_in_torch(dtype_code, dtype):
     bits = np.arange(0, 65536, every, dtype=np.uint16)
     out = np.empty(len(bits), np.float32)
     widen(bits, out, dtype_code)
@@ -280,7 +264,7 @@ def test_every_bit_pattern_widens_as_in_torch(dtype_code: int, dtype: torch.dtyp
 
 @pytest.mark.kernel
 @every_half
-def test_ties_their_neighbours_and_extremes_narrow_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+def test_ties_their_neighbours_and_extremes_narrow_as_in_torch(dtype_code, dtype):
     exact = torch.arange(0, 0x7C00, every * 3, dtype=torch.int32).to(torch.int16).view(torch.float16)
     lower = exact.to(dtype).float()
     upper = (exact.to(dtype).view(torch.int16) + 1).view(dtype).float()

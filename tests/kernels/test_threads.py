@@ -64,8 +64,7 @@ def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, tiers: dict[
             reader.join()
         assert not failures, failures[0]
         assert min(checked) > 0
-        expected = -counts[:, None].expand(-1, DIM)
-        assert torch.equal(table.read(torch.arange(ROWS)), expected)
+        assert torch.equal(table.read(torch.arange(ROWS)), -counts[:, None].expand(-1, DIM))
 
 
 def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

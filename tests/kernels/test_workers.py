@@ -70,8 +70,7 @@ def test_torchs_threads_are_found_beside_those_of_scikit_learn() -> None:
     if threads._torch_team() is None:
         pytest.skip("torch's OpenMP is not GNU's")
     code = "import sklearn.datasets, torch, tierstore.kernels.threads as own; print(own.Workers(2).native_team())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout)
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def test_work_within_work() -> None:

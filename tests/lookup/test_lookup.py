@@ -3,7 +3,6 @@ back."""
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,7 +119,7 @@ def _train(
         (True, "ddr", "over"), (True, "hbm", "small"),
     ],
 )  # fmt: skip
-def test_a_step_is_done_once(monkeypatch: pytest.MonkeyPatch, place: str, share: str, has_optimizer: bool) -> None:
+def test_a_step_is_done_once(monkeypatch, place, share, has_optimizer):
     faults = Faults(monkeypatch, 5)
     with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
         pools: list[Any] = [table.pool for table in store.tables.values()]
@@ -143,9 +142,7 @@ IDS, OFFSETS = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 3])
 
 
 @pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-def test_what_was_staged_in_a_pool_that_a_new_table_replaced_is_staged_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddr: str
-) -> None:
+def test_what_was_staged_in_a_pool_that_a_new_table_replaced_is_staged_anew(tmp_path, monkeypatch, ddr):
     """A prefetch thread has brought rows in and not yet said that it holds them, when the pool is replaced."""
     with tierstore.open(tmp_path / "store", ddr=ddr) as store:
         made: dict[str, Any] = {"num_embeddings": FEW, "embedding_dim": DIM, "optimizer": tierstore.optim.SGD(lr=1.0)}

@@ -277,8 +277,7 @@ def test_a_hill_inside_the_box_is_climbed() -> None:
         return [1 - (bends * (at - top).square()).sum()]
 
     base, highest = losses()[0].item(), 1 - float(bends[3]) * 1e-6
-    found = box_sharpness(losses, [at])
-    assert found == pytest.approx(100 * (highest - base) / (1 + base), rel=1e-4)
+    assert box_sharpness(losses, [at]) == pytest.approx(100 * (highest - base) / (1 + base), rel=1e-4)
 
 
 def test_weights_come_back_after_an_error() -> None:

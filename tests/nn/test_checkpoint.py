@@ -71,7 +71,7 @@ ON_DEVICE: dict[str, Any] = {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
     ],
     ids=["in place", "on a device", "evicting", "of halfs"],
 )
-def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, tiers: Any, config: dict[str, Any], way: str) -> None:
+def test_a_job_goes_on_where_it_was_saved(tmp_path, tiers, config, way):
     def tensors_of(job: Job) -> list[Tensor]:
         return [*everything(job.store), *(each.detach().clone() for each in job.model[1].parameters())]
 
@@ -89,8 +89,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, tiers: Any, config: di
         job.train(range(3))
         rng = torch.get_rng_state()
         if way == "dcp":
-            writer = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
-            dcp.save(state_of(job), storage_writer=writer)
+            dcp.save(state_of(job), storage_writer=dcp.FileSystemWriter(tmp_path / "saved", thread_count=2))
         elif way == "background":
             saved = checkpoint.save_async(store, *job.all, extra={"step": 3})
             job.train(range(3, 5))  # not in the version
@@ -110,7 +109,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, tiers: Any, config: di
         assert same(tensors_of(job), expected)
 
 
-def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
+def test_weights_do_not_go_back_without_their_rows(tmp_path):
     def weights() -> Tensor:
         return job.model[1].weight.detach().clone()
 
@@ -142,7 +141,7 @@ def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
         store.rollback(store.version)
 
 
-def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
+def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path):
     with tierstore.open(tmp_path) as store:
         job = Job(store)
         checkpoint.save(store, *job.all)
@@ -185,7 +184,7 @@ def listed(state: Any) -> Any:
     return state.tolist() if isinstance(state, Tensor) else state
 
 
-def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
+def test_what_is_saved_is_what_load_reads(tmp_path):
     with tierstore.open(tmp_path, keep=1) as store:
         model = nn.BatchNorm1d(2)
         for value in (np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a"), 1 << 70, "b", None):
@@ -210,7 +209,7 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
         assert kept.value is None
 
 
-def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
+def test_parts_of_a_checkpoint_are_loaded(tmp_path):
     with tierstore.open(tmp_path) as store:
         job = Job(store)
         job.train(range(3))
@@ -241,7 +240,7 @@ def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
         assert job.schedulers[1].last_epoch == 0
 
 
-def test_a_load_that_fails_changes_nothing() -> None:
+def test_a_load_that_fails_changes_nothing():
     with tierstore.open(cold="memory") as store:
         job = Job(store)
         job.train(range(2))
@@ -268,9 +267,7 @@ def test_a_load_that_fails_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("has_places", [True, False])
-def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(
-    tmp_path: Path, has_places: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(tmp_path, has_places, caplog):
     """Each table goes on at the rates that it would have had; of states saved without places a renamed one begins
     again, and says so."""
 
@@ -330,7 +327,7 @@ TABLE = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, 
     TorchVersion(torch.__version__) < "2.10",
     reason="torch.save keeps what it wrote until the garbage collector runs, before torch 2.10",
 )
-def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_a_few_chunks(tmp_path, monkeypatch):
     """numpy's, that is, all but the one chunk that torch has read; of one table of many chunks, and many of one."""
     chunk = 256 * 1024
     monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
@@ -362,7 +359,7 @@ def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
 
 
-def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_table_is_refused(tmp_path):
     weight, step, rate = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
     wrong = {
         "Size mismatch": (torch.ones(ROWS + 1, DIM), step, rate),
@@ -380,7 +377,7 @@ def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path) -> None:
             assert same(everything(store), before)
 
 
-def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path):
     ids = torch.arange(ROWS)
     with tierstore.open(tmp_path / "s", keep=3) as store:
         table, state = store.create_table(TABLE), {"store": checkpoint.StoreVersion(store)}

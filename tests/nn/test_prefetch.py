@@ -7,7 +7,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,9 +56,7 @@ def pinned(store: tierstore.Store) -> int:
     end=st.sampled_from(["all", "break", "reader", "wrong id", "model"]),
     at=st.integers(0, 5),
 )
-def test_any_loop(
-    policy: Any, depth: Any, ways: list[bool], shares: list[float], trained: bool, end: str, at: int
-) -> None:
+def test_any_loop(policy, depth, ways, shares, trained, end, at):
     """Batches of any share of the cache come in order, each in its turn, with the rows of a plain loop; whatever ends
     the loop, nothing stays pinned or running."""
     read = seen = 0
@@ -123,9 +120,7 @@ def test_any_loop(
 
 
 @pytest.mark.parametrize("is_faster_ahead", [False, True])
-def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
-    monkeypatch: pytest.MonkeyPatch, is_faster_ahead: bool
-) -> None:
+def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(monkeypatch, is_faster_ahead):
     def chosen(steps: range, seconds: Callable[[int], float], *, is_good: bool) -> Any:
         nonlocal now
         ways = []
@@ -152,9 +147,7 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     assert ways.mean() > 0.9
 
 
-def test_once_all_rows_are_in_memory_to_stay_none_is_brought_in_and_no_thread_reads_a_list(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_once_all_rows_are_in_memory_to_stay_none_is_brought_in_and_no_thread_reads_a_list(monkeypatch):
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(pipeline_module.DepthTuner, "is_ahead", always, raising=False)
     for ddr, is_read, expected in (("64MiB", True, 0), ("64MiB", False, 8), ("1MiB", True, 8)):
@@ -170,7 +163,7 @@ def test_once_all_rows_are_in_memory_to_stay_none_is_brought_in_and_no_thread_re
                 assert len(brought_in) == expected * (1 if source is list else 2)
 
 
-def test_rows_are_in_place_before_the_batch_is_asked_for(collection: Any) -> None:
+def test_rows_are_in_place_before_the_batch_is_asked_for(collection):
     pipeline = tierstore.prefetch([batch(1, 2), batch(3, 4)], collection, depth=1)
     first = next(pipeline)
     collection(first)
@@ -181,7 +174,7 @@ def test_rows_are_in_place_before_the_batch_is_asked_for(collection: Any) -> Non
 
 
 @pytest.mark.parametrize(("policy", "most"), [("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)])
-def test_prefetching_reads_no_more_than_a_plain_loop(policy: Any, most: float) -> None:
+def test_prefetching_reads_no_more_than_a_plain_loop(policy, most):
     """In a cache of 0.6 batches, and of 1.5. LFU and TinyLFU evict others where rows of batches ahead are pinned."""
     generator = np.random.default_rng(1)
     drawn = [generator.permutation(np.unique(generator.zipf(1.2, 20_000) % MANY)) for _ in range(20)]
@@ -201,7 +194,7 @@ def test_prefetching_reads_no_more_than_a_plain_loop(policy: Any, most: float) -
         assert max(misses[1:]) <= most * misses[0]
 
 
-def test_a_source_that_waits_until_earlier_batches_were_used(collection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_waits_until_earlier_batches_were_used(collection, monkeypatch):
     """Though rows are not brought in ahead, where steps wait for the reading of as many batches as there are places."""
     monkeypatch.setattr(pipeline_module.DepthTuner, "note_step", lambda self: setattr(self, "is_ahead", False))
     used = queue.SimpleQueue[int]()
@@ -226,7 +219,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("fails_last", [False, True])
-def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(store_dir: Path, fails_last: bool) -> None:
+def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(store_dir, fails_last):
     waits, goes_on = threading.Event(), threading.Event()
 
     def batches() -> Iterator[tierstore.KeyedJaggedTensor]:
@@ -257,7 +250,7 @@ def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(store_dir:
     assert not thread.is_alive()
 
 
-def test_an_interpreter_ends_though_a_source_waits(store_dir: Path) -> None:
+def test_an_interpreter_ends_though_a_source_waits(store_dir):
     code = """
     def batches():
         yield torch.tensor([1, 2]), torch.tensor([0])
@@ -303,7 +296,7 @@ class Loader:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_next_pass_waits_for_what_the_last_one_reads(collection: Any, depth: int) -> None:
+def test_the_next_pass_waits_for_what_the_last_one_reads(collection, depth):
     """Also once another, closed while it waited for the same, has taken no batch."""
     loader, found = Loader(), list[int]()
     for _ in tierstore.prefetch(loader, collection, depth=2):
@@ -331,7 +324,7 @@ def test_the_next_pass_waits_for_what_the_last_one_reads(collection: Any, depth:
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_the_position_is_that_of_the_batch_given(collection: Any, depth: int) -> None:
+def test_the_position_is_that_of_the_batch_given(collection, depth):
     loader = Loader()
     loader.goes_on.set()
     ahead = tierstore.prefetch(loader, collection, depth=depth)
@@ -351,7 +344,7 @@ def test_the_position_is_that_of_the_batch_given(collection: Any, depth: int) ->
     ahead.close()
 
 
-def test_wrong_arguments_and_only_the_source_ends_a_pass() -> None:
+def test_wrong_arguments_and_only_the_source_ends_a_pass():
     """Not what ``features``, or ``iter`` of the source, raises as an iterator that has ended does."""
 
     class Empty:
@@ -375,7 +368,7 @@ def test_wrong_arguments_and_only_the_source_ends_a_pass() -> None:
                 next(tierstore.prefetch(Empty(), bag, depth=depth))
 
 
-def test_a_source_that_asks_its_own_pass_for_a_batch(store_dir: Path) -> None:
+def test_a_source_that_asks_its_own_pass_for_a_batch(store_dir):
     def batches() -> Iterator[Any]:
         yield batch(1)
         goes_on.wait(10)
@@ -393,7 +386,7 @@ def test_a_source_that_asks_its_own_pass_for_a_batch(store_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("ddr", "hbm"), [("1MiB", 0), ("64MiB", "256KiB"), ("64MiB", "64MiB")])
-def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr: str, hbm: int | str) -> None:
+def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr, hbm):
     """Its graph is alive: that keeps what a lookup holds."""
     with tierstore.open(cold="memory", ddr=ddr, hbm=hbm) as store:
         table = store.create_table(tierstore.TableConfig(name="a", num_embeddings=20_000, embedding_dim=16))

@@ -139,9 +139,6 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
         assert store._cold.counters().pages_read == 2  # one for each call
 
 
-# Whole or not at all
-
-
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1], 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
     data = bytearray((source / "rows.lmdb").read_bytes())
@@ -219,6 +216,5 @@ def test_keys_of_some_tables_by_frequency_then_by_first_lookup_entry_by_entry():
         for name, ids in samples.items()
     }
     trace = Trace(tables=tables, batch_samples=2)
-    expected = [far + 8, 3, 1, 2, far + 7, far + 2]
-    assert keys_by_frequency(trace, {"a": 0, "b": 4, "nosuch": 9}).tolist() == expected
+    assert keys_by_frequency(trace, {"a": 0, "b": 4, "nosuch": 9}).tolist() == [far + 8, 3, 1, 2, far + 7, far + 2]
     assert not len(keys_by_frequency(trace, {}))

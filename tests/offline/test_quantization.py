@@ -58,7 +58,7 @@ def converted(before: Tensor, dtype: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TARGETS)
-def test_every_row_is_converted_as_torch_converts_it(source: Path, tmp_path: Path, dtype: Any) -> None:
+def test_every_row_is_converted_as_torch_converts_it(source, tmp_path, dtype):
     shown: list[tuple[int, int]] = []
     report = tierstore.quantize(source, tmp_path / "new", dtype=dtype, progress=lambda *pair: shown.append(pair))
     assert [each[1:] for each in report.tables] == [("float32", dtype, len(WRITTEN))] * 2
@@ -83,7 +83,7 @@ def test_every_row_is_converted_as_torch_converts_it(source: Path, tmp_path: Pat
 
 
 @every_dtype
-def test_first_values_depend_on_seed_and_row_only(source: Path, tmp_path: Path, dtype: Any) -> None:
+def test_first_values_depend_on_seed_and_row_only(source, tmp_path, dtype):
     with tierstore.open(tmp_path / "fresh", **SMALL) as store:
         fresh = store.create_table(table_config("item", dtype=dtype, optimizer=optim.SGD()))
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
@@ -108,9 +108,7 @@ def bags(seed: int, count: int = 2000) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     "settings", [SMALL | {"policy": "lfu"}, {"ddr": "64MiB", "threads": 3}], ids=["small", "large"]
 )
-def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(
-    source: Path, tmp_path: Path, dtype: Any, settings: dict[str, Any]
-) -> None:
+def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(source, tmp_path, dtype, settings):
     tierstore.quantize(source, tmp_path / "new", dtype=dtype)
     weights = packed(rows(source), dtype)
     plain, lookup = OPERATORS[dtype][1:]
@@ -128,7 +126,7 @@ def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(
         assert bool(store.stats().ddr.split_batches) == (settings["ddr"] == "480KiB")
 
 
-def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Path) -> None:
+def test_modules_prefetching_and_gradients_of_weights(source, tmp_path):
     dtype = "int8"
     tierstore.quantize(source, tmp_path / "new", dtype="int8", tables=["item"])
     weights, plain = packed(rows(source), dtype), rows(source, "user")
@@ -151,7 +149,7 @@ def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Pa
     assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-3), "of a store opened for reading"
 
 
-def test_training_and_device_memory_are_refused_before_any_table_changes(source: Path, tmp_path: Path) -> None:
+def test_training_and_device_memory_are_refused_before_any_table_changes(source, tmp_path):
     tierstore.quantize(source, tmp_path / "new", dtype="int4", tables=["user"])
     refusal = "'user' has int4 rows, which are not supported with hbm; open"
     for mode in ("r", "w"):
@@ -172,7 +170,7 @@ def test_training_and_device_memory_are_refused_before_any_table_changes(source:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path: Path, half: Any) -> None:
+def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path, half):
     with tierstore.open(tmp_path / "half", **SMALL) as store:
         table = store.create_table(table_config("item", dtype=half))
         table.write(WRITTEN, torch.randn(len(WRITTEN), DIM).to(HALVES[half]))
@@ -187,7 +185,7 @@ def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path: Path, half: 
 @pytest.mark.parametrize(
     ("dtype", "value"), [("int8", np.nan), ("int4", 70000.0), ("float16", -70000.0), ("bfloat16", np.inf)]
 )
-def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path, dtype: Any, value: float) -> None:
+def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path, dtype, value):
     with tierstore.open(tmp_path / "store", **SMALL) as store:
         table = store.create_table(table_config("item"))
         table.write(ALL, torch.ones(ROWS, DIM))
@@ -199,12 +197,11 @@ def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path, dt
 
 
 @every_dtype
-def test_an_export_is_what_torchs_operators_take(source: Path, tmp_path: Path, dtype: Any) -> None:
+def test_an_export_is_what_torchs_operators_take(source, tmp_path, dtype):
     tierstore.quantize(source, tmp_path / "new", dtype=dtype)
     key = "embedding_bags.item.weight"
     export_store(tmp_path / "new", tmp_path / "new.safetensors")
-    expected = packed(rows(source), dtype)
-    assert torch.equal(load_file(tmp_path / "new.safetensors")[key], expected)
+    assert torch.equal(load_file(tmp_path / "new.safetensors")[key], packed(rows(source), dtype))
     with pytest.raises(ValueError, match="import what they were made from, and quantize that"):
         import_files(tmp_path / "copy", [tmp_path / "new.safetensors"])
     export_store(source, tmp_path / "plain.safetensors")

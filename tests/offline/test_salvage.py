@@ -42,8 +42,7 @@ def tmp_path() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cleaned(tmp_path_factory: pytest.TempPathFactory) -> History:
     """Large segments, some of which cleaning has put together from several epochs."""
-    folder = tmp_path_factory.mktemp("cleaned") / "store"
-    return History(folder, 0, turns=250, slack=1.05, sizes=[1, 30, 100, 400])
+    return History(tmp_path_factory.mktemp("cleaned") / "store", 0, turns=250, slack=1.05, sizes=[1, 30, 100, 400])
 
 
 @pytest.fixture(scope="module")
@@ -232,15 +231,13 @@ def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
         assert _salvaged(tmp_path, _changed(files, [(page * PAGE, bytes(PAGE))])).is_whole
         assert rows_of(tmp_path / "saved") == cleaned.rows
     anchor = newest_slot(files["rows.anchor"])
-    assert anchor is not None
     at_anchor = _changed(files, [(PAGE * i, meta) for i, meta in enumerate(anchor.metas)])["rows.lmdb"]
     known = {each.number for each in Image(at_anchor, cleaned.version).segments}
     later = [each for each in every.segments if each.number not in known]
     assert any(each.newest <= cleaned.version for each in later), "nothing was moved after the anchor"
     files = _changed(files, [(each.start * 8, bytes((each.stop - each.start) * 8)) for each in later])
     assert not _salvaged(tmp_path, files).is_whole
-    stopped = files | {"rows.anchor": pack_slot(anchor._replace(boot_id=bytes(16)))}
-    assert _salvaged(tmp_path, stopped).is_whole
+    assert _salvaged(tmp_path, files | {"rows.anchor": pack_slot(anchor._replace(boot_id=bytes(16)))}).is_whole
     assert rows_of(tmp_path / "saved") == cleaned.rows
 
 
@@ -266,8 +263,7 @@ def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None
     assert _salvaged(tmp_path, files).is_whole
     assert rows_of(tmp_path / "saved") == history.rows
     anchorless = {name: content for name, content in files.items() if name != "rows.anchor"}
-    report = _salvaged(tmp_path, anchorless)
-    assert "later commits may be missing" in report.lines()[0]
+    assert "later commits may be missing" in _salvaged(tmp_path, anchorless).lines()[0]
     both = _changed(history.files, [(0, bytes(150)), (PAGE, bytes(150))])
     assert _salvaged(tmp_path, both).is_whole
     with pytest.raises(DamagedError, match="no tree leads to a record of versions"):

@@ -27,9 +27,7 @@ from tierstore.optim.curvature import (
 
 
 @pytest.mark.parametrize(("curvature", "low", "high"), [("hessian", -9.0, -1.0), ("gauss-newton", -0.01, 9.0)])
-def test_negative_curvature_leaves_a_saddle_that_stalls_conjugate_gradients(
-    curvature: Any, low: float, high: float
-) -> None:
+def test_negative_curvature_leaves_a_saddle_that_stalls_conjugate_gradients(curvature, low, high):
     """Of x³ - 3xy² in a bowl: on the axis y = 0 the gradient leads into the saddle, where curvature is 0."""
     at = nn.Parameter(torch.tensor([0.3, 0.0]))
     optimizer = HessianFree([at], curvature=curvature, damping=0.1)
@@ -39,7 +37,7 @@ def test_negative_curvature_leaves_a_saddle_that_stalls_conjugate_gradients(
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
-def test_a_step_is_newtons_with_damping_and_damping_follows_the_ratio(curvature: Any) -> None:
+def test_a_step_is_newtons_with_damping_and_damping_follows_the_ratio(curvature):
     at = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
     before, bends = at.detach().clone(), torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
     optimizer = HessianFree([at], curvature=curvature, damping=0.5, tolerance=1e-12)
@@ -50,7 +48,7 @@ def test_a_step_is_newtons_with_damping_and_damping_follows_the_ratio(curvature:
     assert float(optimizer.state[at]["damping"]) == pytest.approx(0.5 / 1.5)
 
 
-def test_wrong_arguments_are_errors_and_a_step_that_fails_changes_nothing() -> None:
+def test_wrong_arguments_are_errors_and_a_step_that_fails_changes_nothing():
     at = nn.Parameter(torch.tensor([1.0]))
     for wrong in ({"curvature": "newton"}, {"damping": 0.0}, {"products": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -110,7 +108,7 @@ def bag_of(store: tierstore.Store, ids: Any = None) -> nn.Module:
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all parameters", "dense ones"])
 @pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
-def test_rows_are_trained_once_a_step_by_the_gradient_at_its_start(curvature: Any, *, is_whole: bool) -> None:
+def test_rows_are_trained_once_a_step_by_the_gradient_at_its_start(curvature, *, is_whole):
     """The oracle: torch's own bag and SGD, with the dense weights that each step began with."""
     with tierstore.open(cold="memory", ddr="1MiB") as store:
         job, losses = Job(bag_of(store), curvature=curvature, is_whole=is_whole), []
@@ -128,7 +126,7 @@ def test_rows_are_trained_once_a_step_by_the_gradient_at_its_start(curvature: An
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
-def test_prefetching_tiers_collected_gradients_and_a_loaded_state_change_no_bit(curvature: Any) -> None:
+def test_prefetching_tiers_collected_gradients_and_a_loaded_state_change_no_bit(curvature):
     found = []
     settings: list[tuple[dict[str, Any], int, bool]] = [
         ({"ddr": "1MiB"}, 0, True),
@@ -151,7 +149,7 @@ def test_prefetching_tiers_collected_gradients_and_a_loaded_state_change_no_bit(
     assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
 
-def test_dynamic_ids_are_counted_once_a_step() -> None:
+def test_dynamic_ids_are_counted_once_a_step():
     with tierstore.open(cold="memory", ddr="1MiB") as store:
         job = Job(bag_of(store, tierstore.DynamicIds(admission=tierstore.ids.Frequency(3))))
         for admitted in (0, 0, 40, 40):
@@ -175,7 +173,7 @@ NOT_FINITE: list[Any] = [lambda loss: loss * math.inf, lambda loss: loss + (0 * 
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_a_closure_of_no_loss_and_one_that_is_not_finite_change_nothing(is_fused: bool) -> None:
+def test_a_closure_of_no_loss_and_one_that_is_not_finite_change_nothing(is_fused):
     """Neither as the first nor as that of the curvature; and the steps that follow are those without them."""
     found = []
     for is_spoilt in (False, True):
@@ -201,7 +199,7 @@ def test_a_closure_of_no_loss_and_one_that_is_not_finite_change_nothing(is_fused
     assert all(map(torch.equal, *found))
 
 
-def test_a_curvature_that_is_not_finite_moves_no_weight_and_trains_rows() -> None:
+def test_a_curvature_that_is_not_finite_moves_no_weight_and_trains_rows():
     with tierstore.open(cold="memory", ddr="1MiB") as store:
         job = Job(bag_of(store))
         rows, *dense = job.weights()
@@ -214,7 +212,7 @@ def test_a_curvature_that_is_not_finite_moves_no_weight_and_trains_rows() -> Non
         assert all(each.isfinite().all() for each in job.weights())
 
 
-def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refused() -> None:
+def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refused():
     with tierstore.open(cold="memory", ddr="1MiB") as store:
         job = Job(bag_of(store))
         job.dense.requires_grad_(False)
@@ -226,7 +224,7 @@ def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refu
         HessianFree(sparse.parameters()).step(lambda: sparse(torch.tensor([[1, 2]])).square().mean())
 
 
-def test_what_is_loaded_copied_or_pickled_goes_on_as_it_would_have() -> None:
+def test_what_is_loaded_copied_or_pickled_goes_on_as_it_would_have():
     class Net:
         def __init__(self) -> None:
             torch.manual_seed(0)
@@ -274,7 +272,7 @@ LOPSIDED = DEFINITE + torch.triu(torch.ones(12, 12, dtype=torch.float64), 1) / 9
     ("solver", "matrix"),
     [(conjugate_gradients, DEFINITE), (bicgstab, DEFINITE), (bicgstab, INDEFINITE), (bicgstab, LOPSIDED)],
 )
-def test_solvers_solve(solver: Any, matrix: Tensor, *, is_warm: bool) -> None:
+def test_solvers_solve(solver, matrix, *, is_warm):
     right, start = randn(2, 12, seed=1)
     iterates = itertools.islice(solver(matrix.mv, right, start * is_warm), 72)
     found = next(each for each in iterates if each.residual.norm() < 1e-8)
@@ -283,12 +281,12 @@ def test_solvers_solve(solver: Any, matrix: Tensor, *, is_warm: bool) -> None:
 
 
 @pytest.mark.parametrize("matrix", [DEFINITE, INDEFINITE, -DEFINITE, symmetric([2.0] * 5 + [-1.0] * 5)])
-def test_the_ends_of_a_spectrum_are_found(matrix: Tensor) -> None:
+def test_the_ends_of_a_spectrum_are_found(matrix):
     found = extreme_eigenvalues(matrix.mv, randn(len(matrix), seed=2), iterations=50, tolerance=1e-6)
     np.testing.assert_allclose(found, np.linalg.eigvalsh(matrix.numpy())[[0, -1]], rtol=1e-4)
 
 
-def test_products_are_those_of_matrices_formed_whole() -> None:
+def test_products_are_those_of_matrices_formed_whole():
     """Also of a weight that is not used, and of one that the loss is linear in."""
     others = [nn.Parameter(torch.ones(n).double(), requires_grad=n != 4) for n in (2, 1, 0, 4)]
     dense = dense_of([nn.Parameter(randn(3, 4, seed=0)), nn.Parameter(randn(4, 2, seed=1)), *others])

@@ -113,8 +113,7 @@ class SharedModule(nn.Module):
 def bags(random: torch.Generator) -> tuple[Tensor, ...]:
     offsets = torch.randint(3, (BATCH + 1,), generator=random).cumsum(0)
     offsets = offsets - offsets[0]
-    ids = torch.randint(ROWS, (int(offsets[-1]),), generator=random)
-    return ids, offsets, torch.rand(BATCH, 2, generator=random)
+    return torch.randint(ROWS, (int(offsets[-1]),), generator=random), offsets, torch.rand(BATCH, 2, generator=random)
 
 
 def pairs(random: torch.Generator) -> tuple[Tensor, ...]:
@@ -323,8 +322,7 @@ def test_rows_of_an_earlier_run_are_used_and_never_overwritten(tmp_path: Any) ->
     with tierstore.open(tmp_path / "s", ddr="4MiB") as store:
         tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
     with tierstore.open(tmp_path / "s", ddr="4MiB") as store:  # nothing was committed: the rows come again
-        model = tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
-        model(ids, ids).sum().backward()
+        tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))(ids, ids).sum().backward()
         rows = store["encoder.0"].read(ids)
         with pytest.raises(TableError, match=r"rows of table 'encoder.0' from before.*copy=False"):
             tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))

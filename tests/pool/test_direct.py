@@ -65,7 +65,6 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         ids, offsets = _bags(np.random.default_rng(bags), bags, longest)
         expected = _by_lookup(table, ids, offsets, mode)
         memory = table.pool.tier.one_table(table.index, ROWS)
-        assert memory is not None
         hits = table.pool.arena.cache.counters().hits
         for given in (ids, ids.to(torch.int32)):
             for some, is_last_given in ((offsets, True), (offsets[:-1], False)):
@@ -160,8 +159,7 @@ def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
 
 
 def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
-    made = direct._body(np.int64, np.float32)
-    assert made._cache._cache_file._source_stamp == _jit._STAMP
+    assert direct._body(np.int64, np.float32)._cache._cache_file._source_stamp == _jit._STAMP
 
 
 def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:
@@ -202,7 +200,6 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         want = table.read(torch.from_numpy(ids)).float().numpy()
         before = store.stats().ddr
         found = table.rows_in_memory(ids)
-        assert found is not None
         assert found.dtype == np.float32
         assert found.tobytes() == want.tobytes()
         after = store.stats().ddr

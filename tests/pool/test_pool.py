@@ -13,7 +13,6 @@ import tierstore
 from tests.pool.support import CAPACITY, keys, make_pool, read, write
 from tests.tiers import TroubledTier
 from tierstore.cache.full import FullCache
-from tierstore.errors import ChecksumError, DiskFullError
 from tierstore.io.base import MemoryColdTier
 from tierstore.pool.pool import Pool
 
@@ -65,35 +64,6 @@ def test_a_row_that_is_being_read_is_waited_for(made: Pool, cold: TroubledTier) 
     for reader in readers:
         reader.join(30)
     assert seen == [5.0] * 3
-
-
-def test_a_full_disk_loses_no_row(made: Pool, cold: TroubledTier) -> None:
-    def refuse() -> None:
-        raise DiskFullError("no room")
-
-    write(made.tier, range(CAPACITY), 2.0)
-    cold.before_write = refuse
-    for _ in range(2):
-        for use in (lambda: read(made.tier, [500]), made.flush):
-            with pytest.raises(DiskFullError, match="no room"):
-                use()
-        assert made.cache.num_dirty == CAPACITY
-    assert read(made.tier, range(CAPACITY)) == [2.0] * CAPACITY
-    cold.before_write = lambda: None
-    assert read(made.tier, [500, *range(CAPACITY)]) == [1.0, *[2.0] * CAPACITY]
-
-
-def test_a_failed_read_leaves_no_row_behind(made: Pool, cold: TroubledTier) -> None:
-    def refuse() -> None:
-        raise ChecksumError("row 3 is damaged")
-
-    leave_alone(made, 3, 2.0)
-    cold.before_read = refuse
-    for _ in range(3):
-        with pytest.raises(ChecksumError, match="row 3 is damaged"):
-            read(made.tier, [LAST, 3])
-    cold.before_read = lambda: None
-    assert read(made.tier, [3]) == [2.0]
 
 
 @pytest.mark.parametrize("budget", [{"ddr": "1MiB"}, {"ddr": "32MiB"}, {"hbm": "256KiB"}], ids=str)

@@ -78,7 +78,7 @@ def told(folder: Path) -> Any:
     return json.loads((folder / "quantize.json").read_text())
 
 
-def test_what_is_served_is_what_was_measured(config: RunConfig, of_type: tuple[str, Path]) -> None:
+def test_what_is_served_is_what_was_measured(config, of_type):
     """To the bit, by the other way: rows converted in a store, not as they are read; layers stored in fewer bits."""
     layer, folder = of_type
     report = told(folder)
@@ -115,9 +115,7 @@ def test_what_is_served_is_what_was_measured(config: RunConfig, of_type: tuple[s
     assert all(name.startswith("model.") for name in tensors)
 
 
-def test_the_server_follows_the_choice_and_a_version_with_another(
-    config: RunConfig, of_type: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_the_server_follows_the_choice_and_a_version_with_another(config, of_type, tmp_path):
     copied = tmp_path / "served"
     shutil.copytree(of_type[1], copied)
     dense, ids = np.ones((2, 13), np.float32), np.arange(52)
@@ -135,7 +133,7 @@ def test_the_server_follows_the_choice_and_a_version_with_another(
 
 
 @pytest.mark.parametrize("change", ["missing", "wide"])
-def test_a_commit_with_a_broken_layer_is_refused(small8: Path, tmp_path: Path, change: str) -> None:
+def test_a_commit_with_a_broken_layer_is_refused(small8, tmp_path, change):
     shutil.copytree(small8, tmp_path / "broken")
     with tierstore.open(tmp_path / "broken", **SMALL) as store:
         tensors, name = store.tensors(), "model.top.0.weight"
@@ -171,9 +169,7 @@ def killed(directory: str | Path, target: Path, *, after: int | None) -> None:
 
 
 @pytest.mark.parametrize("after", [40, None])
-def test_a_killed_search_goes_on_and_ends_the_same(
-    config: RunConfig, small: Path, tmp_path: Path, after: int | None
-) -> None:
+def test_a_killed_search_goes_on_to_the_same(config, small, tmp_path, after):
     target, points = tmp_path / "new", tmp_path / "new.points"
     killed(config.store.path, target, after=after)
     known = [json.loads(line)[0] for line in points.read_text().splitlines()[1:]]
@@ -192,7 +188,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(
         assert all(torch.equal(each, other.tensors()[name]) for name, each in one.tensors().items())
 
 
-def test_a_search_with_other_arguments_is_refused_by_name(config: RunConfig, tmp_path: Path) -> None:
+def test_a_search_with_other_arguments_is_refused_by_name(config, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(config.store.path, run)
     given: dict[str, Any] = {"loss": LOSS}
@@ -208,12 +204,9 @@ def test_a_search_with_other_arguments_is_refused_by_name(config: RunConfig, tmp
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_reports_and_wrong_arguments_change_nothing(
-    config: RunConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_and_wrong_arguments_change_nothing(config, small, tmp_path, capsys):
     new, run = tmp_path / "new", config.store.path
-    words = ["quantize", run, str(new), "--loss", "0.5", "--data", config.data.path, "--rows", "64"]
-    assert cli.main(words) == 0
+    assert cli.main(["quantize", run, str(new), "--loss", "0.5", "--data", config.data.path, "--rows", "64"]) == 0
     out = capsys.readouterr().out
     assert "rows of C26" in out
     assert "32 rows searched on" in out
@@ -277,7 +270,7 @@ def every_choice() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("bound", [0.0, 0.0005, 0.002, 1.0])
-def test_the_bound_holds_together_and_nothing_more_fits(seed: int, bound: float) -> None:
+def test_the_bound_holds_together_and_nothing_more_fits(seed, bound):
     losses = Losses(seed)
     found = search(UNITS, bound, losses)
     assert losses.added(found.choice) <= bound
@@ -292,7 +285,7 @@ def test_the_bound_holds_together_and_nothing_more_fits(seed: int, bound: float)
     assert found.choice == {each.unit: each.dtype for each in found.steps if each.became == "kept"}
 
 
-def test_a_loss_that_falls_by_luck_counts_as_one_that_rises() -> None:
+def test_a_loss_that_falls_by_luck_counts_as_one_that_rises():
     losses = Losses(1)
     losses.own = {each: -added for each, added in losses.own.items()}
     losses.pairs = {}
@@ -301,7 +294,7 @@ def test_a_loss_that_falls_by_luck_counts_as_one_that_rises() -> None:
     assert -0.001 <= found.added["search"] < 0
 
 
-def test_steps_are_undone_until_the_other_rows_agree() -> None:
+def test_steps_are_undone_until_the_other_rows_agree():
     losses = Losses(3, on_check=2.0)
     found = search(UNITS, 0.004, losses)
     assert 2 * losses.added(found.choice) <= 0.004
@@ -317,7 +310,7 @@ def test_steps_are_undone_until_the_other_rows_agree() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_loss_that_is_no_number_breaks_every_bound(seed: int) -> None:
+def test_a_loss_that_is_no_number_breaks_every_bound(seed):
     """On either part, of any choice; of the run itself there is no bound to keep."""
     losses, draw = Losses(seed), random.Random(seed)
     broken = {(unit.name, dtype) for unit in UNITS for dtype in unit.size_bytes if draw.random() < 0.3}

@@ -2,11 +2,10 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from tests.following import Child
+from tests.following import WRITER, Child
 from tests.serve.whole import make_certificate
 from tests.train.runs import config_of
 from tierstore.serve.credentials import Tls
@@ -14,18 +13,10 @@ from tierstore.serve.replica import Writer
 from tierstore.train import train
 from tierstore.train.config import RunConfig
 
-WRITER = """
-import sys
-from tierstore.updates.apply import answer
-for line in sys.stdin:
-    print(answer(line), flush=True)
-"""
 
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
+@pytest.fixture(params=["http", "grpc"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

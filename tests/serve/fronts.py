@@ -95,7 +95,6 @@ class Fronted(LoopThread):
         self.loop.call_soon_threadsafe(self.engine.let_go.set)
 
     def reset(self) -> "Fronted":
-        """The engine as at first."""
 
         async def clear() -> None:
             self.engine.let_go.clear()

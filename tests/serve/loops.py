@@ -18,7 +18,6 @@ class LoopThread:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Its result, from the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_SECONDS)
 
     def end_loop(self) -> None:

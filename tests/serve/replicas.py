@@ -38,7 +38,6 @@ class Shown:
         return int(self.store.version)
 
     def step(self) -> bool:
-        """One step of its following."""
         return bool(self.loop.call(self.taker.step()))
 
     def follow(self) -> int:

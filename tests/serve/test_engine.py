@@ -83,7 +83,7 @@ with serving(Path(sys.argv[1]), ddr="440KiB") as server, Client(server.url) as c
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
-def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path) -> None:
+def test_the_first_version_that_is_followed_compiles_nothing(writer, store_dir):
     """Not even rows that came in meanwhile, or did not fit, do."""
     child = Child(NOTED, str(store_dir))
     try:
@@ -114,7 +114,7 @@ def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response
     return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
 
 
-def test_health_says_when_a_server_cannot_follow_any_more(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_says_when_a_server_cannot_follow_any_more(server, monkeypatch):
     def health(name: str) -> int:
         return httpx.get(f"{server.url}/v2/health/{name}").status_code
 
@@ -128,7 +128,7 @@ def test_health_says_when_a_server_cannot_follow_any_more(server: InThread, monk
     assert ask_rows(server, [1]).status_code == 200
 
 
-def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
+def test_a_full_queue_refuses(writer, store_dir):
     with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(1) as pool:
         with server.held():
             waiting = pool.submit(ask_rows, server, [1] * 3 * 16)
@@ -142,7 +142,7 @@ def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
         assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
 
 
-def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: Writer, server: InThread) -> None:
+def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer, server):
     writer("create", "u", ROWS, DIM)
     number(writer, 2, "t", "u")
     wait_for(lambda: server.engine.version == 2)
@@ -170,9 +170,7 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
     assert server.metric("tierstore_update_seconds_count") >= 4
 
 
-def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(
-    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(writer, server, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(type(server.engine._models), "_made", Mock(side_effect=MemoryError))
         writer("create", "u", ROWS, DIM)
@@ -195,9 +193,7 @@ def damage(store_dir: Path, version: int) -> None:
         file.write(data.replace(row, bytes([row[0] ^ 1]) + row[1:]))
 
 
-def test_a_damaged_version_is_not_served(
-    writer: Writer, store_dir: Path, server: InThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_version_is_not_served(writer, store_dir, server, caplog):
     assert ask_rows(server, list(range(ROWS))).status_code == 200
     with server.held(server.engine._looker):
         number(writer, 2)
@@ -218,9 +214,7 @@ def test_a_damaged_version_is_not_served(
     assert server.metric("tierstore_staleness_seconds") == 0
 
 
-def test_a_store_that_is_replaced_goes_on_to_be_served(
-    writer: Writer, store_dir: Path, server: InThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_is_replaced_goes_on_to_be_served(writer, store_dir, server, caplog):
     writer("close")
     shutil.rmtree(store_dir)
     wait_for(lambda: server.metric("tierstore_update_failures_total") >= 2)
@@ -236,7 +230,7 @@ def test_a_store_that_is_replaced_goes_on_to_be_served(
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
 
 
-def test_metrics_agree_with_what_was_asked(server: InThread) -> None:
+def test_metrics_agree_with_what_was_asked(server):
     rehearsed = server.engine.state().tiers.ddr.unique
     with Client(server.url) as client:
         for _ in range(3):
@@ -256,7 +250,7 @@ def test_metrics_agree_with_what_was_asked(server: InThread) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int4"])
-def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any) -> None:
+def test_fewer_bits_are_those_of_a_quantized_store(writer, store_dir, tmp_path, dtype):
     tierstore.quantize(store_dir, tmp_path / "less", dtype=dtype)
     every = torch.arange(ROWS)
     with tierstore.open(tmp_path / "less", mode="r", ddr="4MiB") as less:
@@ -278,9 +272,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_way(
-    store: Path, tmp_path: Path
-) -> None:
+def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_behind(store, tmp_path):
     log = tmp_path / "log"
     want = contents(store)["item"].view(torch.float32).numpy()
     ids = np.arange(len(want))
@@ -319,7 +311,7 @@ def queued(admin: str) -> int:
 @pytest.mark.parametrize(
     ("held", "status"), [("engine.StoreEngine._open", 0), ("program.Server.__init__", -signal.SIGTERM)]
 )
-def test_sigterm_ends_a_start_that_sees_no_signal(store: Path, held: str, status: int) -> None:
+def test_sigterm_ends_a_start_that_sees_no_signal(store, held, status):
     """As while kernels are compiled, in a thread or in the loop's."""
     code = f"""
 import sys, time
@@ -331,7 +323,6 @@ sys.exit(cli.main(["serve", "--store", sys.argv[1], *sys.argv[2:]]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-c", code, str(store), *FREE_PORTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
         assert process.wait(WAIT_SECONDS) == status
@@ -344,9 +335,7 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_what_cannot_be_served_is_told_in_a_line(
-    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_told(store, tmp_path, capfd):
     assert "no store is named" in said(capfd)
     assert cli.main(["serve", "--store", str(tmp_path / "none"), *FREE_PORTS]) == 1
     told = capfd.readouterr().err
@@ -367,9 +356,7 @@ def test_what_cannot_be_served_is_told_in_a_line(
             assert f"cannot listen on 127.0.0.1 port {port}" in line
 
 
-def test_a_server_that_does_not_answer_is_never_ready(
-    store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_answer_is_never_ready(store, capfd, monkeypatch):
     """As with another version of what it uses the private parts of."""
     monkeypatch.setattr(program, "_ANSWER_SECONDS", 0.2)
     for place, name in ((InferenceService, "_check"), (BoundedProtocol, "on_headers_complete")):
@@ -381,7 +368,7 @@ def test_a_server_that_does_not_answer_is_never_ready(
 OF_KINDS: dict[Any, list[Any]] = {int: [True, "x", 1.5], float: [True, "x", math.nan], bool: ["yes", 5], str: [5, True]}
 
 
-def test_values_that_a_setting_cannot_have_are_named() -> None:
+def test_values_that_a_setting_cannot_have_are_named():
     """Of another kind, and out of its range."""
     hints = typing.get_type_hints(ServeConfig)
     for field in dataclasses.fields(ServeConfig):
@@ -394,7 +381,7 @@ def test_values_that_a_setting_cannot_have_are_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "größe", "s3cret\ns3cret", "s3cret s3cret", "s3cret\0"])
-def test_a_token_must_be_one_and_is_not_shown(tmp_path: Path, text: str) -> None:
+def test_a_token_must_be_one_and_is_not_shown(tmp_path, text):
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match=r"token_file=.*: the token must be one line") as of_file:
         _ = ServeConfig(store="x", token_file=str(tmp_path / "token")).token
@@ -403,7 +390,7 @@ def test_a_token_must_be_one_and_is_not_shown(tmp_path: Path, text: str) -> None
     assert "s3cret" not in str(raised.value) + str(of_file.value)
 
 
-def test_shares_of_budgets() -> None:
+def test_shares_of_budgets():
     for size, share in {"2GiB": 1 << 30, "1000001": 500_000, "50%": 250, 7: 3, "0": 0}.items():
         assert sizes.parse_size(share_of(size, 2), name="ddr", memory_bytes=1000) == share
     assert share_of("5% of tables", 2) == "2.500000% of tables"
@@ -428,7 +415,7 @@ def two_workers() -> list[str]:
 
 
 @pytest.mark.slow
-def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -> None:
+def test_workers_share_the_ports_and_end_together(store, tmp_path):
     log, record = tmp_path / "log", ["--record", str(tmp_path / "lookups.npz"), "--record-rate", "1"]
     with command(log, "--store", str(store), *two_workers(), *record) as server:
         address, _, port = server.admin.rpartition(":")

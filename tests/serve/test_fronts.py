@@ -23,8 +23,7 @@ from tritonclient.grpc import service_pb2
 import tierstore
 from tests.serve.fakes import VERSION, Held
 from tests.serve.fronts import MODULES, PROTOCOLS, SECONDS, Fronted, ask, read_to_end, refused, serving, tensor
-from tests.serve.test_requests import WAYS, Drawn, valid
-from tierstore.serve.credentials import Tls
+from tests.serve.test_requests import WAYS, valid
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import DATATYPES, ServeError, Status
 
@@ -32,11 +31,6 @@ MEBIBYTE = 1 << 20
 TOKEN = "a-token"
 LARGE = 20_480
 """Rows of x: so much that it is encoded in pieces, and its acceptance waited for."""
-
-
-@pytest.fixture(params=PROTOCOLS)
-def protocol(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +79,7 @@ def begun(served: Fronted, count: int, rows: int = 1) -> list["Future[Any]"]:
     return answers
 
 
-# Health, metadata, answers.
-
-
-def test_health(served: Fronted, client: Any) -> None:
+def test_health(served, client):
     asked = [("double", ""), ("double", VERSION), ("double", "8"), ("absent", "")]
 
     def told() -> list[bool]:
@@ -101,7 +92,7 @@ def test_health(served: Fronted, client: Any) -> None:
     assert told() == [False] * 6
 
 
-def test_metadata(served: Fronted, client: Any) -> None:
+def test_metadata(served, client):
     about = as_dict(client.get_server_metadata())
     assert (about["name"], about["version"]) == ("tierstore", tierstore.__version__)
     assert "binary_tensor_data" in about["extensions"]
@@ -121,7 +112,7 @@ def test_metadata(served: Fronted, client: Any) -> None:
         client.get_model_metadata("absent")
 
 
-def test_tritons_configuration(client: Any) -> None:
+def test_tritons_configuration(client):
     found = as_dict(client.get_model_config("double"))
     config = found.get("config", found)
     assert (config["name"], config["platform"], config["backend"]) == ("double", "tierstore", "tierstore")
@@ -135,9 +126,7 @@ def test_tritons_configuration(client: Any) -> None:
 
 
 @given(valid(), st.booleans(), st.text("abc-", max_size=9))
-def test_tensors_come_as_they_are_and_go_back(
-    running: dict[str, Fronted], drawn: Drawn, binary: bool, request_id: str
-) -> None:
+def test_tensors_go_back_as_they_are(running, drawn, binary, request_id):
     """Of any datatype and shape, and aligned: names of every length shift what follows by single bytes."""
     for protocol, served in running.items():
         tensors = {name: (each.datatype, each.data) for name, each in WAYS["gRPC, raw"](drawn).inputs.items()}
@@ -168,7 +157,7 @@ FAILURES = {
 }
 
 
-def test_failures(served: Fronted, client: Any) -> None:
+def test_failures(served, client):
     for (model, version), status in FAILURES.items():
         with refused(status):
             ask(served, client, model, model_version=version)
@@ -183,9 +172,7 @@ def test_failures(served: Fronted, client: Any) -> None:
     assert (protocol, type(error), served.engine.seen) == (served.protocol, ServeError, [])
 
 
-def test_an_unexpected_error_tells_nothing(
-    served: Fronted, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_tells_nothing(served, client, caplog, monkeypatch):
     async def fail(request: Any) -> None:
         raise RuntimeError("secret")
 
@@ -196,10 +183,7 @@ def test_an_unexpected_error_tells_nothing(
     assert "secret" in caplog.text
 
 
-# Many at once, and who leaves.
-
-
-def test_who_leaves_is_not_worked_for(served: Fronted) -> None:
+def test_who_leaves_is_not_worked_for(served):
     with ExitStack() as stack:
         if served.protocol == "http":
             body = b'{"inputs":[]}'
@@ -216,7 +200,7 @@ def test_who_leaves_is_not_worked_for(served: Fronted) -> None:
     assert len(served.engine.seen) == 1
 
 
-def test_stop_lets_requests_end(protocol: str) -> None:
+def test_stop_lets_requests_end(protocol):
     with serving(protocol) as served:
         idle = served.connect() if protocol == "http" else contextlib.nullcontext()
         answers = begun(served, 2)
@@ -237,7 +221,7 @@ def test_stop_lets_requests_end(protocol: str) -> None:
         stopping.result(SECONDS)
 
 
-def test_stop_cuts_off_what_does_not_end_and_frees_the_port(protocol: str) -> None:
+def test_stop_cuts_off_what_does_not_end_and_frees_the_port(protocol):
     with serving(protocol) as served:
         (answer,) = begun(served, 1)
         served.call(served.server.stop(0.01))
@@ -248,10 +232,7 @@ def test_stop_cuts_off_what_does_not_end_and_frees_the_port(protocol: str) -> No
         assert again.port == served.port
 
 
-# Sizes and numbers.
-
-
-def test_requests_that_are_too_large(protocol: str) -> None:
+def test_requests_that_are_too_large(protocol):
     """Compressed by gRPC, a thousandth of it is on the wire: what counts is its size in memory."""
     with serving(protocol, Limits(body_bytes=MEBIBYTE, bodies_bytes=2 * MEBIBYTE)) as served, served.client() as client:
         for options in ({}, {"compression_algorithm": "gzip"} if protocol == "grpc" else {}):
@@ -283,9 +264,7 @@ def slow_elements(served: Fronted, count: int) -> Any:
         return list(stub.ModelInfer(message, timeout=SECONDS).outputs[0].contents.fp32_contents)
 
 
-def test_others_are_answered_while_a_large_answer_is_encoded(
-    served: Fronted, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_answered_while_a_large_answer_is_encoded(served, client, monkeypatch):
     held = Held(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(slow_elements, served, LARGE)
@@ -298,7 +277,7 @@ def test_others_are_answered_while_a_large_answer_is_encoded(
     served.wait_sent()
 
 
-def test_numbers_encoded_one_by_one_are_bounded(protocol: str) -> None:
+def test_numbers_encoded_one_by_one_are_bounded(protocol):
     with serving(protocol, Limits(elements=LARGE)) as served, served.client() as client:
         assert len(slow_elements(served, LARGE)) == LARGE
         ask(served, client, "echo", LARGE)
@@ -307,7 +286,7 @@ def test_numbers_encoded_one_by_one_are_bounded(protocol: str) -> None:
         assert served.engine.refused[-1][1].status is Status.TOO_LARGE
 
 
-def test_connections_are_bounded(protocol: str) -> None:
+def test_connections_are_bounded(protocol):
     with serving(protocol, Limits(connections=2)) as served, ExitStack() as opened:
 
         def is_live() -> bool:
@@ -333,7 +312,7 @@ def test_connections_are_bounded(protocol: str) -> None:
 NO_TOKENS = [None, TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"]
 
 
-def test_tokens(protocol: str) -> None:
+def test_tokens(protocol):
     with serving(protocol, token=TOKEN) as served, served.client() as client:
         if protocol == "http":
             twice = [("authorization", f"Bearer {each}") for each in (TOKEN, "another")]
@@ -359,7 +338,7 @@ def test_tokens(protocol: str) -> None:
 @pytest.mark.parametrize(
     ("use_tls", "sent"), [(False, b""), (False, b"PRI * HTTP/2.0\r\n"), (True, b""), (True, b"\x16\x03\x01\x02\x00")]
 )
-def test_who_does_not_shake_hands_is_cut_off(protocol: str, tls: Tls, use_tls: bool, sent: bytes) -> None:
+def test_who_does_not_shake_hands_is_cut_off(protocol, tls, use_tls, sent):
     limits = Limits(receive_seconds=0.2, idle_seconds=0.2)
     with serving(protocol, limits, tls=tls if use_tls else None) as served, served.connect() as silent:
         silent.sendall(sent)
@@ -371,7 +350,7 @@ def test_who_does_not_shake_hands_is_cut_off(protocol: str, tls: Tls, use_tls: b
         served.wait_free()
 
 
-def test_tls_and_its_handshakes_which_are_bounded_as_connections_are(protocol: str, tls: Tls) -> None:
+def test_tls_and_its_handshakes_which_are_bounded_as_connections_are(protocol, tls):
     """Of REST twice as many may be open, as those beyond the limit are told so."""
     trust = ssl.create_default_context(cafile=tls.certificate)
     with serving(protocol, Limits(connections=2), tls=tls, use_uvloop=True) as served, ExitStack() as opened:
@@ -394,7 +373,7 @@ def test_tls_and_its_handshakes_which_are_bounded_as_connections_are(protocol: s
             client.is_server_live(client_timeout=SECONDS)
 
 
-def test_ports(protocol: str) -> None:
+def test_ports(protocol):
     with serving(protocol, reuse_port=True) as first:
         said = pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1.*{first.port}")
         with said, serving(protocol, port=first.port):

@@ -53,15 +53,14 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 @given(st.text() | st.just(NASTY + "\ud800") | st.just("x" * 100_000), st.sampled_from(ODD))
-def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str, value: Any) -> None:
+def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text, value):
     made = record(text, model=text, odd=value, others=[text], level="DEBUG", time="never", logger="another")
     made.created = 1.25
     line = Formatter().format(made)
     assert line.isascii()
     assert line.isprintable()
     found = json.loads(line)
-    own = {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}
-    assert own.items() <= found.items()
+    assert {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}.items() <= found.items()
     assert "odd" in found
     if value is None or (type(value) in (bool, int, float) and abs(value) < 9):
         assert found["odd"] == value
@@ -72,9 +71,7 @@ def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str
     assert len(found["model"]) < 300
 
 
-def test_every_logger_writes_to_stderr_at_the_level_asked_for_last(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_logger_writes_to_stderr_at_the_level_asked_for_last(capsys, monkeypatch):
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
     monkeypatch.delenv("GRPC_VERBOSITY")
     configure("INFO")
@@ -93,7 +90,7 @@ def test_every_logger_writes_to_stderr_at_the_level_asked_for_last(
         configure("LOUD")
 
 
-def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests(capsys):
     configure("INFO")
     log_request(request(), "OK", 0.0125, version="7")
     log_request(request(version="6"), "NOT_FOUND", 0.001, error=ServeError(Status.NOT_FOUND, f"no {NASTY}"))
@@ -110,7 +107,7 @@ def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert line == told | {"time": line["time"]}
 
 
-def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flood_of_failures_is_thinned(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     configure("INFO")
@@ -124,13 +121,12 @@ def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkey
     assert [line.get("suppressed") for line in lines(capsys)] == [30, None]
 
 
-def test_of_a_line_that_waits_nothing_but_its_text_is_kept() -> None:
+def test_of_a_line_that_waits_nothing_but_its_text_is_kept():
     configure()
-    kept = vars(logs._handler().prepare(record(model="m" * 10**6)))
-    assert sum(len(str(value)) for value in kept.values()) < 2000
+    assert sum(len(str(value)) for value in vars(logs._handler().prepare(record(model="m" * 10**6))).values()) < 2000
 
 
-def test_a_finalizer_that_logs_while_a_line_is_put_waits_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finalizer_that_logs_while_a_line_is_put_waits_for_nothing(capsys):
     class Dropped:
         def __del__(self) -> None:
             logging.getLogger("tierstore.test").warning("dropped")
@@ -150,7 +146,7 @@ def test_a_finalizer_that_logs_while_a_line_is_put_waits_for_nothing(capsys: pyt
     assert sorted(line["message"] for line in lines(capsys)) == sorted([*map(str, range(200)), *["dropped"] * 200])
 
 
-def test_a_log_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_nobody_reads_is_not_waited_for(monkeypatch):
     """Lines are left out, none is torn, and the next one that is written says how many."""
     reader, writer = os.pipe()
     data, is_read = b"", False

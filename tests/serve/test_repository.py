@@ -48,11 +48,6 @@ def both(stores: dict[str, Path]) -> Iterator[InThread]:
         yield server
 
 
-@pytest.fixture(params=PROTOCOLS)
-def protocol(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def triton(server: InThread, protocol: str) -> Any:
     """Triton's client of the protocol, one thread's at a time."""
     address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
@@ -82,7 +77,7 @@ def listed(server: InThread, protocol: str = "http") -> list[str]:
     return [each["name"] for each in models]
 
 
-def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread) -> None:
+def test_answers_are_those_of_two_servers_to_the_bit(stores, both):
     names = []
     for store, path in stores.items():
         with serving(path) as single:
@@ -102,7 +97,7 @@ def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], bo
     assert rows(both, "http", "a") != rows(both, "http", "b")
 
 
-def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_metrics_and_logs_have_the_stores(both, caplog):
     ok = {"model": "a.rows.item", "status": "ok"}
     before = both.metric("tierstore_request_seconds_count", **ok)
     assert rows(both, "http", "a") == rows(both, "grpc", "a")
@@ -112,13 +107,10 @@ def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest
     assert failed.__dict__["model"] == "a.rows.item"
     assert both.metric("tierstore_request_seconds_count", **ok) == before + 2
     assert both.metric("tierstore_ready", store="b") == both.metric("tierstore_version", store="b") == 1
-    refreshed = httpx.post(f"{both.admin}/admin/refresh", headers=ADMIN)
-    assert refreshed.json() == {"version": {"a": 1, "b": 1}}
+    assert httpx.post(f"{both.admin}/admin/refresh", headers=ADMIN).json() == {"version": {"a": 1, "b": 1}}
 
 
-def test_the_queue_of_one_store_keeps_nobody_from_another(
-    stores: dict[str, Path], protocol: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_of_one_store_keeps_nobody_from_another(stores, protocol, monkeypatch):
     """Not by its batch that runs on and on, its full queue, nor by the connections and calls of those who wait."""
     monkeypatch.setattr(batching, "MAX_QUEUE_REQUESTS", 2)
     with serving(**named(stores, connections=8)) as server, ThreadPoolExecutor(4) as pool:
@@ -138,7 +130,7 @@ def test_the_queue_of_one_store_keeps_nobody_from_another(
         assert len({each.result() for each in waiting[:2]}) == 1
 
 
-def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_stores_share_memory_by_their_size(stores, tmp_path):
     change(tmp_path / "item", 3, names=("item",))
     given = named(stores | {"c": tmp_path / "item"}, a={"ddr": "1MiB"}, ddr=7000)
     config = ServeConfig(**given)
@@ -172,7 +164,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_settings_that_cannot_be() -> None:
+def test_settings_that_cannot_be():
     for message, given in WRONG.items():
         with pytest.raises(ValueError) as caught:
             described(ServeConfig, given)

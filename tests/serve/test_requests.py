@@ -166,7 +166,6 @@ def rest_body(drawn: Drawn, *, binary: bool, **more: Any) -> tuple[bytes, int]:
 
 
 def parse(body: bytes, length: int | None = None) -> InferRequest:
-    """What REST makes of a body."""
     return parse_infer(body, json_bytes=length, json_bytes_max=JSON_MAX, model="m").request
 
 
@@ -193,7 +192,6 @@ def grpc_message(drawn: Drawn, *, raw: bool) -> Any:
 
 
 def decode(message: Any, **options: Any) -> InferRequest:
-    """What gRPC makes of a message."""
     return decode_request(read_request(message.SerializeToString()), **options)
 
 
@@ -223,7 +221,6 @@ def test_a_request_is_the_same_in_every_encoding(drawn: Drawn) -> None:
         assert (request.id, request.outputs) == (drawn.id, tuple(name for name, _ in drawn.outputs)), way
         assert list(request.inputs) == [each.name for each in drawn.inputs], way
         if drawn.timeout:
-            assert request.deadline is not None
             assert before <= request.deadline - drawn.timeout / 1e6 <= after + 1e-3, way
         else:
             assert request.deadline is None, way
@@ -274,10 +271,8 @@ def test_bounds_of_rest() -> None:
         refusal(parse, body, wrong)
     refusal(parse, *with_data({**COMPLETE, "id": "i" * 1001}))
     for size in (True, -1, 4.0, "4", None, 3, 5):
-        x = COMPLETE["inputs"][0] | {"parameters": {"binary_data_size": size}}
-        refusal(parse, *with_data({"inputs": [x]}))
-    both = [{**COMPLETE["inputs"][0], "data": [1]}]
-    refusal(parse, *with_data({**COMPLETE, "inputs": both}))
+        refusal(parse, *with_data({"inputs": [COMPLETE["inputs"][0] | {"parameters": {"binary_data_size": size}}]}))
+    refusal(parse, *with_data({**COMPLETE, "inputs": [{**COMPLETE["inputs"][0], "data": [1]}]}))
 
     def parse_short() -> None:
         parse_infer(body, json_bytes=length, json_bytes_max=length - 1, model="m")
@@ -290,9 +285,6 @@ def test_bounds_of_rest() -> None:
     texts = Drawn([Tensor("x", "BYTES", [MAX_TEXTS + 1], [""] * (MAX_TEXTS + 1))])
     for way in ("REST, binary", "gRPC, raw"):
         refusal(WAYS[way], texts, status=Status.TOO_LARGE)
-
-
-# Data in JSON.
 
 
 def test_data_is_flat_or_nested_as_the_shape_says() -> None:
@@ -334,9 +326,6 @@ def test_elements_that_a_datatype_can_hold() -> None:
         found = parse(orjson.dumps({"inputs": [body]})).inputs["x"].data
         assert found.tolist() == np.array([element.encode() if type(element) is str else element], found.dtype).tolist()
     refusal(parse, b'{"inputs":[{"name":"x","datatype":"INT64","shape":[1],"data":[18446744073709551616]}]}')
-
-
-# Memory.
 
 
 def test_claims_cost_no_memory() -> None:

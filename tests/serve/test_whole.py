@@ -141,9 +141,7 @@ def test_a_replica_of_a_run_ranks_as_its_source(run: RunConfig, question: dict[s
         assert server.metric("tierstore_update_failures_total") == 0
 
 
-def test_hot_rows_are_kept_while_serving_and_there_after_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hot_rows_are_kept_while_serving_and_over_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are not written through a name that another made, and not read from what is no plain file."""
     store, other = tmp_path / "store", tmp_path / "other"
     change(store, 1)
@@ -259,9 +257,7 @@ def shown_certificate(port: int) -> bytes:
         return secured.getpeercert(binary_form=True) or b""
 
 
-def test_a_renewed_certificate_is_shown_on_all_ports(
-    plain: Path, tls: Tls, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_renewed_certificate_is_shown_on_all_ports(plain, tls, tmp_path, caplog):
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     make_certificate("first", certificate, key)
     with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
@@ -371,9 +367,6 @@ def test_what_cannot_be_watched_is_said_before_the_server_is_ready(run: RunConfi
             pass
 
 
-# A program of torch.export.
-
-
 class Scored(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -392,9 +385,7 @@ class Trained(torch.nn.Module):
         self.other = torch.nn.Linear(6, 1)
 
 
-def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_there_is_no_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_no_model(tmp_path, caplog):
     """Else they are the file's, also after another version had them; the metadata and the log tell which."""
     directory, model = tmp_path / "store", Trained()
     program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))

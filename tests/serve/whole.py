@@ -148,7 +148,6 @@ class Command:
 
     def wait_ready(self) -> None:
         """Read where it listens."""
-        assert self.process.stdout is not None
         has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
         assert has_line, f"not ready: {self.log.read_text()}"
         self.line = self.process.stdout.readline().decode()
@@ -167,7 +166,6 @@ class Command:
 
 @contextlib.contextmanager
 def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]:
-    """The command, which is gone at the end."""
     made = Command(log, *arguments)
     try:
         if ready:

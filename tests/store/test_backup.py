@@ -82,9 +82,7 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["w", "r"])
-def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(
-    trained: Trained, source: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained, source, tmp_path, mode, monkeypatch):
     """The writer's; and a follower's of what it shows, to another file system, which takes bytes that are read."""
     parts = []
 
@@ -121,9 +119,7 @@ FAILURES: dict[str, type[BaseException]] = {
 
 
 @pytest.mark.parametrize(("failure", "kind"), FAILURES.items())
-def test_whatever_fails_leaves_nothing_and_may_be_repeated(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, kind: type[BaseException]
-) -> None:
+def test_whatever_fails_leaves_nothing_and_may_be_repeated(trained, tmp_path, monkeypatch, failure, kind):
     def fail(*given: Any) -> None:
         if kind is not MemoryError:
             raise KeyboardInterrupt if failure == "Ctrl-C" else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -145,7 +141,7 @@ def test_whatever_fails_leaves_nothing_and_may_be_repeated(
     trained.check(tmp_path / "copy", 3)
 
 
-def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_path: Path) -> None:
+def test_damage_is_not_copied_in_silence(trained, source, tmp_path):
     with trained.store._cold.lease() as (snapshot, _):
         page, root = int(snapshot.walk()["page"][0]), snapshot.meta.main.page
     trained.store.close()
@@ -164,9 +160,7 @@ def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_pat
     assert names(tmp_path) == ["pages", "source"]
 
 
-def test_the_manifest_comes_last_after_synced_rows(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_comes_after_synced_rows(trained, tmp_path, monkeypatch):
     steps: list[str] = []
     rename, fsync = os.rename, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))

@@ -24,9 +24,7 @@ from tierstore.system.sizes import parse_size
     ],
     ids=str,
 )
-def test_what_a_store_allocates_stays_within_its_budget(
-    store_dir: Path, policy: str, ddr: str, layout: dict[str, Any]
-) -> None:
+def test_a_store_allocates_within_its_budget(store_dir: Path, policy: str, ddr: str, layout: dict[str, Any]) -> None:
     """numpy reports every array to tracemalloc, so an array that no accounting knows of is found too."""
     budget, rows = parse_size(ddr, name="ddr"), 400_000
     with tierstore.open(store_dir, ddr=ddr, policy=policy, threads=1) as store:

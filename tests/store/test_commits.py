@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import tierstore
-from tests.gate import Gate
 from tierstore import optim
 from tierstore.errors import DiskFullError
 from tierstore.pool import writeback
-from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
 
 ROWS, DIM = 20_000, 4
@@ -48,9 +46,7 @@ def shown(directory: Path, version: int | None = None) -> torch.Tensor:
         ("lru", "commit: frozen rows written"), ("lfu", "commit: record put"),
     ],
 )  # fmt: skip
-def test_a_version_shows_what_was_there_when_it_was_asked_for(
-    store_dir: Path, gate: Gate, policy: str, point: str
-) -> None:
+def test_a_version_shows_what_was_there_when_asked_for(store_dir, gate, policy, point):
     """Rows change before and after they were written, are evicted, and are read while the writer stands still."""
     generator = torch.Generator().manual_seed(POLICIES.index(policy))
     with open_store(store_dir, policy=policy, keep=3) as store:
@@ -99,9 +95,7 @@ def failing(store: tierstore.Store, should_fail: Callable[[int], bool], monkeypa
 
 
 @pytest.mark.parametrize(("policy", "survived"), [("lru", 0), ("lfu", 2), ("tinylfu", 2)])
-def test_a_failed_commit_loses_no_row_and_is_told_once(
-    store_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, policy: str, survived: int
-) -> None:
+def test_a_failed_commit_loses_no_row_and_is_told_once(store_dir, gate, monkeypatch, policy, survived):
     with open_store(store_dir, policy=policy) as store:
         put(store, ALL, 1.0)
         store.commit()
@@ -124,9 +118,7 @@ def test_a_failed_commit_loses_no_row_and_is_told_once(
     assert torch.equal(shown(store_dir), expected)
 
 
-def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unseen_errors_are_raised_by_the_next_commit_or_close(store_dir, monkeypatch):
     store = open_store(store_dir)
     put(store, ALL[:10], 1.0)
     failing(store, lambda _: True, monkeypatch)
@@ -141,27 +133,7 @@ def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
     assert (shown(store_dir) == -1.0).all()
 
 
-def test_training_and_commits_side_by_side(store_dir: Path) -> None:
-    """Each version is the state between two steps, though steps go on in another thread's way all the time."""
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, ROWS, (64, 40), generator=generator) for _ in range(60)]
-    expected = torch.full((ROWS,), -1.0)
-    with open_store(store_dir, keep=100) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        states = {}
-        pending: list[PendingCommit] = []
-        for step, ids in enumerate(tierstore.prefetch(batches, bag, depth=2)):
-            bag(ids).sum().backward()
-            expected -= torch.bincount(ids.flatten(), minlength=ROWS)
-            if step % 3 == 2:
-                pending.append(store.commit_async(extra={"step": step}))
-                states[pending[-1].version] = expected.clone()
-        assert [commit.result() for commit in pending] == list(states) == list(store.versions)
-    for version, state in states.items():
-        assert torch.equal(shown(store_dir, version), state), f"version {version}"
-
-
-def test_a_commit_that_cannot_begin_holds_nothing_up(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_cannot_begin_holds_nothing_up(store_dir, monkeypatch):
     """Training goes on, and the next commit has all."""
     with open_store(store_dir) as store:
         put(store, ALL[:4000], 1.0)
@@ -185,9 +157,7 @@ def test_a_commit_that_cannot_begin_holds_nothing_up(store_dir: Path, monkeypatc
     ],
     ids=["result", "next", "close", "update"],
 )
-def test_a_commit_that_somebody_waits_for_does_not_rest(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[tierstore.Store, PendingCommit], object]
-) -> None:
+def test_a_commit_that_somebody_waits_for_does_not_rest(store_dir, monkeypatch, wait):
     monkeypatch.setattr(writeback, "_REST", 1e9)
     with open_store(store_dir) as store:
         put(store, ALL[:4000], 1.0)
@@ -197,9 +167,7 @@ def test_a_commit_that_somebody_waits_for_does_not_rest(
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in (1, 2))])
-def test_an_error_at_any_step_of_a_commit_leaves_the_store_at_work(
-    store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_an_error_at_any_step_of_a_commit_leaves_the_store_at_work(store_dir, tmp_path, monkeypatch, first):
     """If it is raised, the version before stands, or the error names the new one."""
     number, reached, rows = 0, "", ALL[:50]
     with tierstore.open(store_dir, ddr="4MiB", threads=1) as store:

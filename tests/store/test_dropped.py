@@ -136,9 +136,7 @@ def _store_threads() -> list[str]:
 
 
 @pytest.mark.parametrize(("count", "seed"), [(10, 1), pytest.param(100, 2, marks=pytest.mark.soak)])
-def test_stores_dropped_in_cycles_are_collected(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
-) -> None:
+def test_dropped_cycles_are_collected(store_dir: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int) -> None:
     before = _store_threads()
     gc.collect()
     gc.freeze()  # what was there before is not looked at again, so that collections take no time
@@ -284,9 +282,7 @@ def test_changes_that_close_drops_are_told(tmp_path: Path, caplog: pytest.LogCap
     assert _told(caplog) == [SAID.format(tmp_path)]
 
 
-def test_nothing_is_told_where_nothing_is_lost_or_the_loss_is_known(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_told_where_nothing_is_lost_or_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _opened(tmp_path):
         pass
     with _opened(tmp_path) as store:

@@ -48,7 +48,7 @@ def path(store_dir: Path) -> Path:
     return store_dir / MANIFEST_NAME
 
 
-def test_every_flipped_byte_is_found(path: Path) -> None:
+def test_every_flipped_byte_is_found(path):
     text = path.read_bytes()
     for place in range(len(text)):
         path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
@@ -87,7 +87,7 @@ TABLE = CONFIG.to_dict()
         ({"format_version": "9" * 10**6}, "format version '999"),
     ],
 )
-def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str, Any], message: str) -> None:
+def test_a_forged_manifest_is_refused_in_few_words(path, fields, message):
     forge(path, **fields)
     with pytest.raises(errors.FormatError, match=message) as raised:
         tierstore.open(path.parent, mode="r")
@@ -95,9 +95,7 @@ def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str,
     assert len(str(raised.value)) < 1000
 
 
-def test_a_manifest_that_could_not_be_read_back_is_not_written(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_cannot_be_read_back_is_not_written(store_dir, monkeypatch):
     monkeypatch.setattr(manifest_module, "_MAX_BYTES", 100_000)
     store_dir.mkdir()
     tables = tuple(replace(CONFIG, name=f"t{i}") for i in range(100))
@@ -109,7 +107,7 @@ def test_a_manifest_that_could_not_be_read_back_is_not_written(
     assert [file.name for file in store_dir.iterdir()] == [MANIFEST_NAME]
 
 
-def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) -> None:
+def test_a_manifest_is_not_written_through_a_link(path, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("mine")
     (path.parent / f"{MANIFEST_NAME}.{os.getpid()}.partial").symlink_to(outside)
@@ -131,9 +129,7 @@ def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) ->
         ("replace", errno.ESTALE, errors.TierstoreError, "gone from the network file system's server"),
     ],
 )
-def test_a_refused_write_leaves_the_old_manifest(
-    path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, error: type[Exception], message: str
-) -> None:
+def test_a_refused_write_leaves_the_old_manifest(path, monkeypatch, call, code, error, message):
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -146,9 +142,7 @@ def test_a_refused_write_leaves_the_old_manifest(
     assert not list(path.parent.glob("*.partial"))
 
 
-def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error(path, monkeypatch):
     real, kinds = os.replace, iter([MemoryError, OSError, KeyboardInterrupt])
 
     def replace_and_fail(*names: Any) -> None:
@@ -165,7 +159,7 @@ def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error
         assert store.commit() == 2
 
 
-def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_stops_if_its_directory_cannot_be_synced(path, monkeypatch):
     """A power loss may bring the manifest of before back: no commit may be of the new one."""
 
     def refuse(_: object) -> None:
@@ -183,7 +177,7 @@ def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch
         assert not store.tables
 
 
-def test_a_store_is_made_beside_hidden_files_and_bears_others(tmp_path: Path) -> None:
+def test_a_store_is_made_beside_hidden_files_and_bears_others(tmp_path):
     (tmp_path / ".gitkeep").touch()
     for _ in range(2):
         tierstore.open(tmp_path, ddr="1MiB").close()
@@ -209,12 +203,12 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("content", UNREADABLE)
-def test_a_payload_or_lineage_that_no_commit_has(content: bytes) -> None:
+def test_a_payload_or_lineage_that_no_commit_has(content):
     with pytest.raises(errors.DamagedError, match="payload of version 1000"):
         unpack(1000, content)
 
 
-def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_could_not_be_created_leaves_no_trace(path, monkeypatch):
     """Its name and number are free for another, and rows written back before it belong to the next commit."""
     ids, shown = torch.arange(100), torch.full((100, 4), 2.0, dtype=torch.bfloat16)
     with tierstore.open(path.parent, ddr="1MiB", keep=3) as store:
@@ -236,7 +230,7 @@ def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypat
             store.verify()
 
 
-def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:
+def test_a_commit_takes_memory_for_its_tensors_once(store_dir):
     code = """
     dense = {"w": torch.arange(16 << 20, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
     with tierstore.open(sys.argv[1], ddr="2MiB", threads=1) as store:
@@ -253,7 +247,7 @@ def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:
         assert torch.equal(found["half"], torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_tensors_are_stored_as_safetensors_stores_them() -> None:
+def test_tensors_are_stored_as_safetensors_stores_them():
     shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 3), (2, 0, 4)]
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
     tensors = {f"{dtype} é {shape}": torch.ones(shape, dtype=dtype) for dtype in dtypes for shape in shapes}
@@ -282,9 +276,7 @@ CHANGES: dict[str, tuple[int, Callable[[tierstore.Store], Any]]] = {
 
 
 @pytest.mark.parametrize(("steps", "change"), CHANGES.values(), ids=CHANGES)
-def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, change: Callable[[tierstore.Store], Any]
-) -> None:
+def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one(tmp_path, monkeypatch, steps, change):
     """A copy of the directory, made at a step, is what a process leaves that is killed there."""
     config, every = tierstore.TableConfig(name="a", num_embeddings=200, embedding_dim=DIM), torch.arange(200)
     copies, ends, folder = list[Path](), set[Any](), tmp_path / "store"
@@ -326,7 +318,7 @@ def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one
     assert len(copies) > steps
 
 
-def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path: Path) -> None:
+def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path):
     """Also rows never written, whose first values are those of the place that the table was in first."""
     source = tmp_path / "store"
     with tierstore.open(source, ddr=DDR) as store:
@@ -368,7 +360,7 @@ def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path: Pat
             store.drop_table("d")
 
 
-def test_a_table_in_use_does_not_change_and_those_of_before_are_refused() -> None:
+def test_a_table_in_use_does_not_change_and_those_of_before_are_refused():
     with tierstore.open(cold="memory", ddr="8MiB") as store:
         bag = tierstore.TieredEmbeddingBag(
             store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=DIM))

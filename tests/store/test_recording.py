@@ -81,9 +81,7 @@ def bags(feature: Feature, dtype: torch.dtype = torch.int64) -> tuple[torch.Tens
 
 @pytest.mark.parametrize(("dtype", "rate", "depth"), [(torch.int64, 0.2, 0), (torch.int32, 1.0, 3)])
 @pytest.mark.parametrize("tiers", TIERS)
-def test_a_collection_in_training(
-    store_dir: Path, path: Path, tiers: str, dtype: torch.dtype, rate: float, depth: int
-) -> None:
+def test_a_collection_in_training(store_dir, path, tiers, dtype, rate, depth):
     """Batches once each, in the order of the steps; what is prefetched and never used is not recorded."""
     log = steps(9)
     with open_store(store_dir, **TIERS[tiers]) as store:
@@ -114,7 +112,7 @@ LOOKS: dict[str, Callable[[tierstore.Store, Feature], Any]] = {
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-def test_bags_of_one_table(store_dir: Path, tmp_path: Path, tiers: str) -> None:
+def test_bags_of_one_table(store_dir, tmp_path, tiers):
     log = [Batch(batch.samples, [feature]) for batch in steps(3) for feature in batch.features]
     with open_store(store_dir, **TIERS[tiers]) as store:
         for (name, look), rate in itertools.product(LOOKS.items(), (1.0, 0.3)):
@@ -125,7 +123,7 @@ def test_bags_of_one_table(store_dir: Path, tmp_path: Path, tiers: str) -> None:
         check(read_trace(tmp_path / f"{name} {rate}.npz"), log, INDEXES)
 
 
-def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> None:
+def test_a_long_run_keeps_to_its_bytes(store, path):
     log = steps(60, samples=64)
     collection = tierstore.TieredEmbeddingBagCollection(store)
     with store.record(path, rate=1.0, max_bytes="64KiB") as recorder:
@@ -138,19 +136,14 @@ def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> No
     assert path.stat().st_size <= (64 << 10) + 8 * 512
 
 
-# What becomes of the file
-
-
-def test_a_file_in_use(store: tierstore.Store, tmp_path: Path) -> None:
+def test_a_file_in_use(store, tmp_path):
     with store.record(tmp_path / "y.npz") as first, pytest.raises(ValueError, match=r"recorded to .*y\.npz; stop that"):
         store.record(tmp_path / "z.npz")
     assert not first.path.exists(), "nothing was looked up: who failed before a first step may begin again"
     assert require_recordable(tmp_path / "x.npz", "1MiB") == 1 << 20
 
 
-def test_the_file_is_written_now_and_then(
-    store: tierstore.Store, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_file_is_written_now_and_then(store, path, monkeypatch, caplog):
     """Also after it could not be written for a while."""
     monkeypatch.setattr(recording, "_WRITE_SECONDS", 0.005)
     write, full = recording.write_trace, threading.Event()
@@ -179,9 +172,7 @@ def test_the_file_is_written_now_and_then(
     assert [each.getMessage() for each in caplog.records] == ["the recording goes on, and is not on disk: no room left"]
 
 
-def test_a_recording_that_cannot_be_written_is_not_lost(
-    store_dir: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritten_recording_is_not_lost(store_dir, path, monkeypatch):
     with open_store(store_dir) as store:
         recorder = store.record(path, rate=1.0)
         store["a"].read(torch.tensor([1]))

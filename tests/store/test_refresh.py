@@ -44,7 +44,7 @@ def require_nothing_held(store: Store) -> None:
     assert store._follower._found is store._cold._found is None
 
 
-def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_dir: Path) -> None:
+def test_only_what_the_last_call_found_is_shown_and_once(writer, store_dir):
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)
         commit_changed(writer)
@@ -52,8 +52,6 @@ def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_d
         writer("write", "t", [1000], 6)
         writer("commit", 3)
         second = store.find_newer()
-        assert first is not None
-        assert second is not None
         with pytest.raises(errors.ClosedError, match="version 2 was shown or given up"):
             first.show()
         first.close()
@@ -70,7 +68,7 @@ def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_d
         require_nothing_held(store)
 
 
-def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, store_dir: Path) -> None:
+def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer, store_dir):
     with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
         store["t"].read(EVERY)
         writer("write", "t", [11], 1e30)
@@ -85,7 +83,7 @@ def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, st
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
 
 
-def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path) -> None:
+def test_rows_that_did_not_change_stay_in_memory(writer, store_dir):
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)
         before = store.stats()
@@ -98,7 +96,7 @@ def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path
         assert after.ssd.lookups - before.ssd.lookups == 1  # the row that changed, and no other
 
 
-def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_dir: Path) -> None:
+def test_batches_that_hold_rows_are_waited_for_by_nobody(writer, store_dir):
     with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         ids = torch.arange(10).reshape(-1, 1)
@@ -107,7 +105,6 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
         writer("write", "t", [0], 2)
         writer("commit", 2)
         newer = store.find_newer()
-        assert newer is not None
         with pytest.raises(tierstore.errors.TableError, match="in use by an in-flight batch"):
             newer.show()
         assert store.version == 1
@@ -118,7 +115,7 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
 
 
 @pytest.mark.parametrize("how", ["compacted", "made again", "deleted"])
-def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writer, store_dir: Path, how: str) -> None:
+def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer, store_dir, how):
     writer("close")
     copy = store_dir.with_name("copy")
     if how == "compacted":
@@ -141,9 +138,7 @@ def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writ
         assert store.version == 1
 
 
-def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
-    writer: Writer, store_dir: Path, tmp_path: Path
-) -> None:
+def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(writer, store_dir, tmp_path):
     """Byte by byte, so that the path names the file that it named."""
     writer("close")
     shutil.copytree(store_dir, tmp_path / "copy")
@@ -167,9 +162,7 @@ def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
         ("int4", "4MiB"),
     ],
 )  # fmt: skip
-def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
-    writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any, ddr: str
-) -> None:
+def test_rows_in_memory_are_those_of_a_store_of_that_dtype(writer, store_dir, tmp_path, dtype, ddr):
     target = tmp_path / "other"
     if dtype in ("float32", "stored"):
         target = store_dir
@@ -192,9 +185,7 @@ def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
         assert store.stats().ddr.bytes <= (4 << 20 if ddr == "4MiB" else 440 << 10)
 
 
-def test_what_an_old_reader_holds_is_told(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_an_old_reader_holds_is_told(store_dir, monkeypatch, caplog):
     monkeypatch.setattr(io_writer, "_LEAST_HELD_BYTES", 300 << 10)
     me = f"this process ({os.getpid()})"
     with tierstore.open(store_dir, ddr="4MiB", threads=1) as store:
@@ -229,7 +220,7 @@ def test_what_an_old_reader_holds_is_told(
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
-def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
+def test_rows_that_stay_are_listed_whatever_moves(policy):
     """Between any two pieces of the listing rows are used, some leave and others come, at random."""
     random = np.random.default_rng(3)
     for _ in range(20 if JIT_ENABLED else 5):
@@ -320,7 +311,7 @@ def _interrupted(look_up: Callable[[], torch.Tensor], line: int, change: Change)
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", ["read", "pooled", "max", "bag", "collection"])
-def test_whenever_the_version_changes(trained: Store, where: str, kind: str) -> None:
+def test_whenever_the_version_changes(trained, where, kind):
     with tierstore.open(trained.directory, mode="r", policy="lru", **PLACES[where]) as reader:
         look_up = _lookups(reader)[kind]
         look_up()
@@ -335,7 +326,7 @@ def test_whenever_the_version_changes(trained: Store, where: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("where", ["in memory", "evicting"])
-def test_while_rows_come_in(trained: Store, where: str) -> None:
+def test_while_rows_come_in(trained, where):
     lines = 1
     for value in range(1, 3 * TURNS):
         with tierstore.open(trained.directory, mode="r", policy="lru", **PLACES[where]) as reader:
@@ -343,14 +334,13 @@ def test_while_rows_come_in(trained: Store, where: str) -> None:
             _put(trained, value)
             trained.commit()
             newer = reader.find_newer()
-            assert newer is not None
             found, lines = _interrupted(lambda: reader["a"].read(ALL), lines * value // (3 * TURNS), newer.show)
             assert found.min() == found.max()
             assert (reader["a"].read(ALL) == value).all()
 
 
 @pytest.mark.parametrize("kind", ["pooled", "bag"])
-def test_while_rows_are_added_up(trained: Store, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_rows_are_added_up(trained, kind, monkeypatch):
     """A version that changes while a kernel runs has it run again."""
     with tierstore.open(trained.directory, mode="r", ddr="2MiB") as reader, ThreadPoolExecutor(1) as thread:
         look_up = _lookups(reader)[kind]

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tierstore
-from tests.children import make_store, run, start
+from tests.children import run, start
 from tests.following import OWN_NAMESPACE, Reader, Writer
 from tierstore import errors
 from tierstore.io.reader_locks import FileLocks
@@ -21,22 +21,16 @@ from tierstore.io.reader_locks import FileLocks
 BIG = list(range(10_000))
 
 
-@pytest.fixture
-def children() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def new_writer(children: ExitStack, folder: Path, **options: Any) -> Writer:
+def new_writer(stack: ExitStack, folder: Path, **options: Any) -> Writer:
     writer = Writer(**options)
-    children.callback(writer.kill)
+    stack.callback(writer.kill)
     writer("open", str(folder), 1)
     return writer
 
 
-def new_reader(children: ExitStack, folder: Path, **options: Any) -> Reader:
+def new_reader(stack: ExitStack, folder: Path, **options: Any) -> Reader:
     reader = Reader(**options)
-    children.callback(reader.kill)
+    stack.callback(reader.kill)
     reader("open", str(folder))
     return reader
 
@@ -49,18 +43,18 @@ def write(writer: Writer, value: int) -> None:
     assert writer("commit", value) == value
 
 
-def test_new_writers_leave_the_trees_alone_that_older_readers_show(children: ExitStack, tmp_path: Path) -> None:
+def test_new_writers_leave_the_trees_alone_that_older_readers_show(stack: ExitStack, tmp_path: Path) -> None:
     """Also a reader that copies the directory, which opens and closes the files that it locks."""
     folder = tmp_path / "store"
-    writer = new_writer(children, folder)
+    writer = new_writer(stack, folder)
     write(writer, 1)
-    first = new_reader(children, folder)
+    first = new_reader(stack, folder)
     first("copy", str(folder), str(tmp_path / "copy"))
     write(writer, 2)
-    second = new_reader(children, folder)
+    second = new_reader(stack, folder)
     for value in range(3, 5):
         writer.kill()
-        writer = new_writer(children, folder)
+        writer = new_writer(stack, folder)
         write(writer, value)
         assert (first("read", "big"), second("read", "big")) == ([1.0], [2.0])
     assert first("refresh") == 4
@@ -74,14 +68,14 @@ def test_new_writers_leave_the_trees_alone_that_older_readers_show(children: Exi
     assert second("read", "big") == [11.0]
 
 
-def test_processes_of_the_same_number_share_a_store(children: ExitStack, tmp_path: Path) -> None:
+def test_processes_of_the_same_number_share_a_store(stack: ExitStack, tmp_path: Path) -> None:
     """A trainer and servers, each process 1 of its container; whoever comes first."""
     if shutil.which("unshare") is None or subprocess.run([*OWN_NAMESPACE, "true"], check=False).returncode:
         pytest.skip("PID namespaces are not permitted here")
     folder = tmp_path / "store"
-    writer = new_writer(children, folder, before=OWN_NAMESPACE)
+    writer = new_writer(stack, folder, before=OWN_NAMESPACE)
     write(writer, 1)
-    readers = [new_reader(children, folder, before=OWN_NAMESPACE) for _ in range(2)]
+    readers = [new_reader(stack, folder, before=OWN_NAMESPACE) for _ in range(2)]
     write(writer, 2)
     for reader in readers:
         assert reader("read", "big") == [1.0]
@@ -89,7 +83,7 @@ def test_processes_of_the_same_number_share_a_store(children: ExitStack, tmp_pat
     with pytest.raises(errors.StoreLockedError, match="has the store open for writing; close it there"):
         tierstore.open(folder)
     writer("close")
-    writer = new_writer(children, folder, before=OWN_NAMESPACE)
+    writer = new_writer(stack, folder, before=OWN_NAMESPACE)
     write(writer, 3)
     for reader in readers:
         assert reader("read", "big") == [2.0]
@@ -139,12 +133,6 @@ if sys.stdin.readline() == "close\\n":
 """
 
 
-@pytest.fixture
-def store(store_dir: Path) -> Path:
-    make_store(store_dir)
-    return store_dir
-
-
 def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None:
     code = """
     store = tierstore.open(sys.argv[1], ddr="2MiB", threads=1)
@@ -164,14 +152,12 @@ def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None
 
 
 @pytest.mark.parametrize(("mode", "how"), [("r", "python"), ("w", "c")])
-def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path, mode: str, how: str) -> None:
+def test_no_child_keeps_what_its_parent_locked(stack: ExitStack, store: Path, mode: str, how: str) -> None:
     """A child that does nothing, forked by Python or by C, unnoticed; the parent is killed, or closes the store."""
-    locks = children.enter_context(closing(FileLocks(store / "rows.lmdb")))
-    parent = children.enter_context(start(FORK, store, mode, how, changes={"PYTHONWARNINGS": "ignore"}))
-    children.callback(parent.kill)
-    assert parent.stdout is not None
-    assert parent.stdin is not None
-    children.callback(os.kill, int(parent.stdout.readline()), signal.SIGKILL)
+    locks = stack.enter_context(closing(FileLocks(store / "rows.lmdb")))
+    parent = stack.enter_context(start(FORK, store, mode, how, changes={"PYTHONWARNINGS": "ignore"}))
+    stack.callback(parent.kill)
+    stack.callback(os.kill, int(parent.stdout.readline()), signal.SIGKILL)
     assert locks.oldest(1 << 40) is not None
     if mode == "r":
         parent.kill()
@@ -186,19 +172,16 @@ def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path,
     tierstore.open(store).close()
 
 
-# Descriptors that somebody else closes
-
-
 @pytest.mark.parametrize("number", ["free", "another file's", "the same file's"])
 @pytest.mark.parametrize("mode", ["r", "w"])
-def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Path, mode: Any, number: str) -> None:
+def test_a_descriptor_that_was_closed_is_noticed(stack: ExitStack, store: Path, mode: Any, number: str) -> None:
     opened = tierstore.open(store, mode=mode, ddr="2MiB", threads=1)
     locks = opened._cold._file.map.locks
     os.close(locks.descriptor)
     if number != "free":
         other = os.open(store / ("rows.lmdb" if number == "the same file's" else "manifest.json"), os.O_RDONLY)
         assert other == locks.descriptor
-        children.callback(os.close, other)
+        stack.callback(os.close, other)
     own = (opened.refresh, lambda: locks.hold(1 << 20)) if mode == "r" else (opened.commit, opened._cold._writer.sync)
     for use in (lambda: opened["t"].read(torch.arange(10)), *own):
         with pytest.raises(errors.ClosedError, match=r"rows\.lmdb: somebody in this process closed descriptors"):
@@ -310,9 +293,6 @@ print("unharmed")
 def test_forked_processes_are_right_or_refused_and_harm_nothing(store: Path) -> None:
     """Each object that owns a thread, a lock, a descriptor or a connection, also where the child runs finalizers."""
     assert run(CODE, store, timeout=240, changes={"OMP_NUM_THREADS": "2"}).splitlines()[-1] == "unharmed"
-
-
-# Damaged copies in the same process
 
 
 def require_sound(folder: Path, mode: Any) -> None:

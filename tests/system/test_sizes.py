@@ -114,9 +114,7 @@ def test_more_than_the_machine_has_is_refused_with_both_sizes(groups: Path) -> N
         ({"cpu/box/cpu.cfs_quota_us": "50000", "cpu/box/cpu.cfs_period_us": "100000"}, 0.5),
     ],
 )
-def test_a_quota_bounds_the_cpus(
-    files: dict[str, str], limit: float, groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quotas_bound_cpus(files: dict[str, str], limit: float, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in files.items():
         write_limit(groups / name, text)
     (groups.parent / "self").write_text("0::/box\n4:cpu,cpuacct:/box\n")

@@ -14,7 +14,7 @@ from tests.packed import random_trace
 from tests.recordings import Batch, check, hashed, random_batch
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
-from tierstore.trace.recorded import ALL, Recorded, is_sampled, last_hash, select
+from tierstore.trace.recorded import ALL, Recorded, is_sampled, last_hash
 
 
 def same(one: Trace, other: Trace) -> bool:
@@ -126,35 +126,6 @@ def test_a_row_is_sampled_by_its_hash() -> None:
             last_hash(rate)
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3, 0.02])
-@pytest.mark.parametrize(("id_type", "batch"), [(np.int64, 0), (np.int64, 7), (np.int32, 1), (np.int32, 7)])
-def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batch: int) -> None:
-    """Three features of a batch of five, not in its order, two of one table; some have more ids than a block."""
-    generator = np.random.default_rng(batch)
-    lengths = generator.integers(0, 30, (5, batch))
-    lengths[3, :1] = 90
-    ids = generator.integers(0, 500, lengths.sum()).astype(id_type)
-    begins = np.append(0, np.cumsum(lengths.sum(1)))
-    features, tables = [3, 0, 4], [7, 2, 2]
-    bag_starts = np.append(0, np.cumsum(lengths[features].ravel()))
-    expected = [
-        (key, position)
-        for position, key in enumerate(
-            table << 40 | int(row)
-            for feature, table in zip(features, tables, strict=True)
-            for row in ids[begins[feature] : begins[feature + 1]]
-        )
-        if hashed(key) < rate * 2**64
-    ]
-    found = np.empty((2, bag_starts[-1]), np.int64)
-    firsts, num_rows = np.array(tables, np.int64) << 40, np.full(3, 500)
-    lookups = np.full(9, 100)
-    count = select(ids, begins[features], firsts, num_rows, batch, bag_starts, last_hash(rate), found, lookups)
-    assert list(map(tuple, found[:, :count].T.tolist())) == expected
-    of_table = {2: lengths[[0, 4]].sum(), 7: lengths[3].sum()}
-    assert lookups.tolist() == [100 + of_table.get(table, 0) for table in range(9)]
-
-
 def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = np.random.default_rng(0).integers(0, 50, (25, 26))
     lines = ("\t".join(["0", *["1"] * 13, *(f"{each:08x}" if each > 9 else "" for each in row)]) for row in values)
@@ -196,9 +167,7 @@ def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None
     rate=st.sampled_from([1.0, 0.7, 0.1, 0.001]),
     max_bytes=st.sampled_from([100, 500, 2000, 10_000, 60_000]),
 )
-def test_a_recording_is_a_filter_of_what_was_looked_up(
-    seed: int, sizes: list[int], rate: float, max_bytes: int
-) -> None:
+def test_a_recording_is_a_filter_of_lookups(seed: int, sizes: list[int], rate: float, max_bytes: int) -> None:
     generator = np.random.default_rng(seed)
     recorded = Recorded(list(INDEXES), rate=rate, max_bytes=max_bytes)
     log: list[Batch] = []

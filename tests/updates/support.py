@@ -23,13 +23,11 @@ def table_config(name: str, **fields: Any) -> tierstore.TableConfig:
     return tierstore.TableConfig(name=name, init=tierstore.init.Normal(std=0.5, seed=7), **fields)
 
 
-def change(
-    directory: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = ("item", "user")
-) -> dict[str, set[int]]:
+def change(folder: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = ("item", "user")) -> dict[str, set[int]]:
     """Write some rows, most of them new values, some the bits they had, and commit; the rows whose bits changed."""
     generator = torch.Generator().manual_seed(seed)
     changed: dict[str, set[int]] = {}
-    with tierstore.open(directory, keep=keep, **SMALL) as store:
+    with tierstore.open(folder, keep=keep, **SMALL) as store:
         for name in names:
             config = {"dtype": "bfloat16", "embedding_dim": 5} if name == "user" else {}
             table = store.create_table(table_config(name, **config))
@@ -71,9 +69,7 @@ def extra_of(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def version_of(directory: Path) -> int:
-    origin = origin_of(extra_of(directory)[0])
-    assert origin is not None
-    return origin.version
+    return origin_of(extra_of(directory)[0]).version
 
 
 def edited(update: Update, path: Path, edit: Any) -> Path:

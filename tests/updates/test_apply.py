@@ -22,12 +22,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.apply import answer
-from tierstore.updates.update_file import (
-    MAX_CHUNK_BYTES,
-    MAX_PAYLOAD_BYTES,
-    UpdateFile,
-    pack_chunk,
-)
+from tierstore.updates.update_file import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, UpdateFile, pack_chunk
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def replica(first: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first, tmp_path / "replica"))
 
 
-def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Update], source: Path) -> None:
+def test_the_same_update_again_does_nothing(replica, updates, source):
     assert apply_update(replica, updates[1].path) == (3, sum(updates[1].header.rows_of_tables().values()), False)
     for since in (1, 0, 2):
         assert apply_update(replica, updates[since].path) == (3, 0, True)
@@ -71,7 +66,7 @@ def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Up
     assert same(contents(replica), contents(source))
 
 
-def test_what_is_no_replica_stays(tmp_path: Path, updates: dict[int, Update]) -> None:
+def test_what_is_no_replica_stays(tmp_path, updates):
     with pytest.raises(errors.TierstoreError, match="is empty, and the update goes from version 1"):
         apply_update(tmp_path / "new", updates[1].path)
     assert not (tmp_path / "new").exists()
@@ -90,7 +85,7 @@ def test_what_is_no_replica_stays(tmp_path: Path, updates: dict[int, Update]) ->
             pass
 
 
-def test_a_bit_that_flips_in_a_chunk_is_found(replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
+def test_a_bit_that_flips_in_a_chunk_is_found(replica, updates, tmp_path):
     data = updates[1].path.read_bytes()
     damaged = tmp_path / "damaged"
     for place in range(8 + int.from_bytes(data[:8], "little"), len(data), len(data) // 30):
@@ -120,7 +115,6 @@ def with_payload(*raws: bytes) -> Any:
 
 
 def with_ids(ids: list[int]) -> Any:
-    """Of table ``item``."""
     layout = table_config("item").layout(4096)
     rows = np.zeros((len(ids), layout.weight_words), np.uint64)
     return with_chunks(1, 0, (len(ids), pack_chunk(np.array(ids, np.int64), rows, layout)))
@@ -159,9 +153,7 @@ HOSTILE = {
 }
 
 
-def test_a_hostile_file_changes_nothing(
-    replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path
-) -> None:
+def test_hostile_files_change_nothing(replica, updates, tmp_path, source):
     for name, edit in HOSTILE.items():
         with pytest.raises(errors.DamagedError):
             print(name, apply_update(replica, edited(updates[1], tmp_path / name, edit)))
@@ -183,9 +175,7 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize("step", ["write", "commit"])
-def test_what_is_at_fault_is_told(
-    step: str, source: Path, replica: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_at_fault_is_told(step, source, replica, tmp_path, monkeypatch):
     """A passing shortage says nothing of a file, nor does a damaged replica; and of several files one is at fault."""
     sound = [named(write_update(source, tmp_path / str(end), since=end - 1, version=end).path) for end in (2, 3)]
     told: dict[str, Any] = {}
@@ -254,7 +244,7 @@ def with_extra_of(num_bytes: int) -> Any:
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="plain Python takes long for so many rows")
-def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) -> None:
+def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path):
     """As docs/updates.md says."""
     change(tmp_path / "store", 1)
     small = write_update(tmp_path / "store", tmp_path / "update")
@@ -272,7 +262,7 @@ def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) 
         assert words in said
 
 
-def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_path: Path) -> None:
+def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_path):
     with tierstore.open(tmp_path / "source", ddr="4MiB") as store:
         store.create_table(table_config("item")).write(torch.tensor([1]), torch.ones(1, 6))
         store.commit(extra={"x": ["y" * 1000] * 5000})
@@ -280,9 +270,7 @@ def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_p
         write_update(tmp_path / "source", tmp_path / "update")
 
 
-def test_several_files_are_applied_as_the_last_ones_version(
-    source: Path, replica: Path, updates: dict[int, Update], tmp_path: Path
-) -> None:
+def test_several_files_are_applied_as_the_last_ones_version(source, replica, updates, tmp_path):
     second = write_update(source, tmp_path / "second", since=1, version=2)
     with pytest.raises(errors.TierstoreError, match="goes from version 2"):
         apply_update(replica, updates[2].path, second.path)

@@ -58,9 +58,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_folder_of_others_is_refused_and_stays(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_of_others_are_refused_and_stay(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, below, why = PLACES[place]
     change(source := tmp_path / "source", 1)
     before = names(made := make(tmp_path / "place"))

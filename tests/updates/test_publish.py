@@ -25,7 +25,7 @@ def values(directory: Path, version: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("share", "is_kept"), [(0.001, True), (0.1, True), (0.9, False)])
-def test_the_most_urgent_rows_are_those_of_another_ranking(tmp_path: Path, share: float, is_kept: bool) -> None:
+def test_the_most_urgent_rows_are_those_of_another_ranking(tmp_path, share, is_kept):
     source, random = tmp_path / "source", np.random.default_rng(3)
     written = change(source, 1, keep=4)
     with tierstore.open(source, keep=4, **SMALL) as store:
@@ -67,9 +67,7 @@ class Told:
         return make(self.source, since, **settings)
 
     def shown(self) -> Origin:
-        origin = origin_of(extra_of(self.replica)[0])
-        assert origin is not None
-        return origin
+        return origin_of(extra_of(self.replica)[0])
 
     def mixed(self) -> dict[str, Any]:
         """The first version with the urgent rows of the second."""
@@ -85,7 +83,7 @@ def told(tmp_path: Path) -> Told:
     return Told(tmp_path)
 
 
-def test_an_urgent_version_is_the_one_before_with_those_rows(told: Told) -> None:
+def test_an_urgent_version_is_the_one_before_with_those_rows(told):
     first, applied = told.shown(), apply_update(told.replica, told.urgent.path)
     assert applied == (1, 24, False)
     assert same(contents(told.replica), told.mixed())
@@ -105,7 +103,7 @@ def test_an_urgent_version_is_the_one_before_with_those_rows(told: Told) -> None
     assert same(contents(told.replica), told.before)
 
 
-def test_the_versions_kept_are_two_again_after_the_next(told: Told) -> None:
+def test_the_versions_kept_are_two_again_after_the_next(told):
     for update in (told.urgent, told.update(1)):
         apply_update(told.replica, update.path)
     change(told.source, 3, keep=4)
@@ -115,7 +113,7 @@ def test_the_versions_kept_are_two_again_after_the_next(told: Told) -> None:
     assert roll_back_replica(told.replica).version == 2
 
 
-def test_only_what_has_the_urgent_rows_too_is_taken_after_them(told: Told) -> None:
+def test_only_what_has_the_urgent_rows_too_is_taken_after_them(told):
     whole, fork = told.update(1), told.folder / "fork"
     apply_update(told.replica, told.urgent.path)
     change(fork, 20, keep=4)
@@ -134,7 +132,7 @@ def test_only_what_has_the_urgent_rows_too_is_taken_after_them(told: Told) -> No
         assert same(contents(twin), contents(fork if name == "fork" else told.source))
 
 
-def test_tables_come_with_the_whole(told: Told) -> None:
+def test_tables_come_with_the_whole(told):
     with tierstore.open(told.source, keep=4, **SMALL) as store:
         store.create_table(table_config("new")).write(torch.arange(5), torch.ones(5, 6))
         store.commit()
@@ -174,9 +172,7 @@ def take(replica: Path, publisher: Publisher, own: Origin | None, *, has_urgent:
     """As a replica does, which has all that is offered."""
     listing = publisher.folder.listing
     wanted = (listing.trial if not has_urgent else None) or listing.target
-    assert wanted is not None
     files = way([each for each in listing.files if has_urgent or not each.is_urgent], own, wanted)
-    assert files is not None
     for each in files:
         apply_update(replica, publisher.folder.path / each.id)
     return wanted
@@ -184,9 +180,7 @@ def take(replica: Path, publisher: Publisher, own: Origin | None, *, has_urgent:
 
 @pytest.mark.parametrize("with_canary", [False, True], ids=["", "canary"])
 @pytest.mark.parametrize("then", ["again", "full", "commit", "restore"])
-def test_a_version_whose_rest_was_not_offered_is_offered_yet(
-    then: str, with_canary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_whose_rest_was_not_offered_is_offered_yet(then, with_canary, tmp_path, monkeypatch):
     why = errors.DiskFullError("full") if then == "full" else Killed()
     source, replica = tmp_path / "source", tmp_path / "replica"
     settings: dict[str, Any] = {"canary": Server()} if with_canary else {}
@@ -245,9 +239,7 @@ ANSWERS = {
 }
 
 
-def test_a_server_of_lookups_that_answers_nonsense_counts_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_answers_nonsense_counts_for_nothing(tmp_path, caplog):
     change(source := tmp_path / "source", 1, keep=4)
     servers = [*map(Server, ANSWERS.values()), Server({5: 2}), Server({5: 1, 6: 1})]
     publisher = publisher_of(source, lookups=servers)
@@ -259,9 +251,7 @@ def test_a_server_of_lookups_that_answers_nonsense_counts_for_nothing(
     assert any(each.is_urgent for each in publisher.folder.listing.files)
 
 
-def test_no_error_of_a_commit_ends_the_publisher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_of_a_commit_ends_the_publisher(tmp_path, monkeypatch, caplog):
     publisher = Publisher(tmp_path / "source")
     raised = [ValueError("extra"), ValueError("extra"), RecursionError(), None, ValueError("extra"), KeyError("x")]
 

@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tests.children import run
-from tests.following import Child
+from tests.following import WRITER, Child
 from tests.updates.support import SMALL, change, contents, same, table_config, version_of
 from tierstore import errors
 from tierstore.io.lmdb import LmdbColdTier
@@ -64,21 +64,18 @@ def tables_of(directory: Path) -> list[str]:
         return list(store.tables)
 
 
-def test_a_rollback_by_any_other_way_makes_room_too(replica: Path, forked: Forked, tmp_path: Path) -> None:
+def test_a_rollback_by_any_other_way_makes_room_too(replica, forked, tmp_path):
     apply_update(replica, forked.one.path)
     with tierstore.open(replica, keep=2, **SMALL) as store:
         store.rollback(1)
         assert list(store.tables) == ["item", "user", "new one"]
     assert tables_of(replica) == ["item", "user"]
-    copy = write_update(replica, tmp_path / "update of a replica")
-    assert list(copy.header.rows_of_tables()) == ["item", "user"]
+    assert list(write_update(replica, tmp_path / "update of a replica").header.rows_of_tables()) == ["item", "user"]
     apply_update(replica, forked.other.path)
     assert same(contents(replica), contents(forked.source))
 
 
-def test_an_update_that_fails_leaves_no_tables(
-    replica: Path, forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_leaves_no_tables(replica, forked, tmp_path, monkeypatch):
     """A replica to which nothing was applied yet is nobody's: the next update may be of another store."""
     change(tmp_path / "another", 1, names=("user",))
     another, before = write_update(tmp_path / "another", tmp_path / "update"), contents(replica)
@@ -160,9 +157,7 @@ KILLED = """
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
-def test_a_kill_at_any_step_leaves_one_version_or_the_other_and_a_place_for_other_tables(
-    forked: Forked, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_step_leaves_either_version_and_a_place_for_other_tables(forked, tmp_path):
     files = (forked.first.path, forked.one.path, forked.other.path)
     _, *actions = run(KILLED, *files, tmp_path / "killed").split("begin ")
     assert len(actions) == 3
@@ -178,9 +173,7 @@ def test_a_kill_at_any_step_leaves_one_version_or_the_other_and_a_place_for_othe
         assert seen == {before, after}
 
 
-def test_another_store_and_another_table_are_refused_even_if_they_would_fit(
-    replica: Path, forked: Forked, tmp_path: Path
-) -> None:
+def test_another_store_or_table_is_refused_even_if_it_would_fit(replica, forked, tmp_path):
     before = contents(replica)
     change(tmp_path / "twin", 1)
     twin = write_update(tmp_path / "twin", tmp_path / "update of a twin")
@@ -194,14 +187,6 @@ def test_another_store_and_another_table_are_refused_even_if_they_would_fit(
     with pytest.raises(errors.TableError, match=r"table 2 of .*new one.*new other.*new, empty directory"):
         apply_update(replica, whole.path, replaces=forked.one.header.origin.commit_id)
     assert version_of(replica) == 2
-
-
-WRITER = """
-import sys
-from tierstore.updates.apply import answer
-for line in sys.stdin:
-    print(answer(line), flush=True)
-"""
 
 
 class Writer(Child):
@@ -236,9 +221,7 @@ def reader(replica: Path) -> Iterator[tierstore.Store]:
         yield store
 
 
-def test_a_recording_ends_where_another_table_takes_a_place(
-    reader: tierstore.Store, writer: Writer, forked: Forked, tmp_path: Path
-) -> None:
+def test_a_recording_ends_where_another_table_takes_a_place(reader, writer, forked, tmp_path):
     with reader.record(tmp_path / "lookups.npz", rate=1):
         for update, name in ((forked.one, "new one"), (forked.other, "new other")):
             writer.apply(update)
@@ -250,9 +233,7 @@ def test_a_recording_ends_where_another_table_takes_a_place(
     assert looked_up == {"item": 0, "user": 0, "new one": 3}
 
 
-def test_a_reader_that_missed_the_rollback_goes_on_and_says_so(
-    reader: tierstore.Store, writer: Writer, forked: Forked
-) -> None:
+def test_a_reader_that_missed_the_rollback_says_so(reader, writer, forked):
     writer.apply(forked.one)
     reader.refresh()
     writer.go_back()
@@ -262,9 +243,7 @@ def test_a_reader_that_missed_the_rollback_goes_on_and_says_so(
     assert reader["new one"].read(torch.tensor([0])).tolist() == [[1.0] * 3]
 
 
-def test_a_table_that_went_with_a_version_reads_nothing_of_another(
-    reader: tierstore.Store, writer: Writer, forked: Forked
-) -> None:
+def test_a_table_that_went_with_a_version_reads_nothing_of_another(reader, writer, forked):
     writer.apply(forked.one)
     assert reader.find_newer() is not None, "what is seen and not shown is in nobody's way"
     reader.refresh()

@@ -75,9 +75,7 @@ def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in capsys.readouterr().err
 
 
-def test_once_a_first_run_is_compiled_no_process_looks_for_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_first_run_no_process_looks_for_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = Mock(side_effect=OSError)
     monkeypatch.setattr(jit, "start", start)
     monkeypatch.setattr(jit, "default_threads", lambda: 2)

@@ -156,9 +156,7 @@ SHAPE = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
     share=st.sampled_from([1.0, 1.2, 2.0]),
     ranks=st.sampled_from([2, 2, 3, 4]),
 )
-def test_plans_fit_and_are_near_the_best_and_beat_greedy_rules(
-    shapes: list[tuple[int, int]], share: float, ranks: int
-) -> None:
+def test_plans_fit_near_the_best_and_beat_greedy_rules(shapes: list[tuple[int, int]], share: float, ranks: int) -> None:
     tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
     demand, costs = drawn(tables, ranks), costs_of(ranks)
     # Ranges of rows are rounded up, to a row of 64 bytes at most.
@@ -202,5 +200,4 @@ def test_tables_change_their_form_together_to_save_a_group() -> None:
         2, other={"rows": {"groups": 100.0}, "pooled": {"groups": 100.0}, "data_parallel": {"groups": 100.0}}
     )
     found = Search(tables, drawn(tables, 2), costs).best()
-    kinds = {group_of(each, 8).kind for each in found.plan.tables.values()}
-    assert len(kinds) == 1
+    assert len({group_of(each, 8).kind for each in found.plan.tables.values()}) == 1

@@ -33,5 +33,4 @@ def publisher(source: Path, stack: ExitStack) -> Any:
 
 @pytest.fixture
 def replica(publisher: Any, tmp_path: Path, stack: ExitStack) -> Shown:
-    """Of the publisher."""
     return stack.enter_context(following(tmp_path / "replica", [publisher.url]))

@@ -35,7 +35,7 @@ BAD = {
 }
 
 
-def test_each_measure_has_its_bound() -> None:
+def test_each_measure_has_its_bound():
     for why, bad in BAD.items():
         assert why in BOUNDS.worse(GOOD, bad)
     assert BOUNDS.worse(GOOD, WORST) == "", "what is at its bound passes"
@@ -89,7 +89,7 @@ def site(source: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPa
     return Site(source, stack, monkeypatch)
 
 
-def test_an_approved_version_goes_to_all_and_a_declined_one_to_nobody(site: Site, source: Path) -> None:
+def test_an_approved_version_goes_to_all_and_a_declined_one_to_nobody(site, source):
     before = contents(site.canary.directory)
     site.publisher.step()
     assert site.follow() == [2, 1, 1], "on trial"
@@ -125,7 +125,7 @@ def test_an_approved_version_goes_to_all_and_a_declined_one_to_nobody(site: Site
 
 
 @pytest.mark.parametrize("name", ["log_loss", "seconds_p99"])
-def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site: Site, name: str, source: Path) -> None:
+def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site, name, source):
     """A measure that there was before, and is not of the new version; or a watch that has not ended."""
     site.fares[2] = None if name == "log_loss" else WORST._replace(**{name: None})
     assert site.round() == [2, 1, 1]
@@ -148,9 +148,7 @@ def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site:
         *((point, False) for point in (*killpoints.ROLLBACK_POINTS[:2], "rollback: written")),
     ],
 )
-def test_a_canary_that_is_killed_goes_on(
-    site: Site, source: Path, point: str, is_good: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_canary_that_is_killed_goes_on(site, source, point, is_good, monkeypatch):
     site.fares[2] = WORST if is_good else WORST._replace(failed_share=0.9)
 
     def die(name: str) -> None:
@@ -169,7 +167,7 @@ def test_a_canary_that_is_killed_goes_on(
     assert site.round() == [3, 3, 3]
 
 
-def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -> None:
+def test_a_publisher_without_a_canary_ends_the_trial(site, source):
     site.publisher.step()
     assert site.follow() == [2, 1, 1]
     with publishing(source, folder=site.publisher.folder.path, say=site.said.append) as again:
@@ -179,7 +177,7 @@ def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -
 
 
 @pytest.mark.parametrize("what", ["applied", "shown"])
-def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site: Site, what: str) -> None:
+def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site, what):
     async def refuse(*request: str) -> Any:
         raise UpdateError(422, "holds NaN", faults=dict.fromkeys(request[-1:], "refused"))
 
@@ -197,12 +195,9 @@ def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site: Site, 
     assert f"cannot be {what}" in site.publisher.folder.listing.verdicts[0].why
 
 
-def test_refusals_errors_and_waits_of_a_server_count(
-    tmp_path: Path, stack: contextlib.ExitStack, publisher: Any
-) -> None:
+def test_a_servers_refusals_errors_and_waits_count(tmp_path, stack, publisher):
     publisher.step()
-    flags = {"sources": (publisher.url,), "canary": True}
-    server = stack.enter_context(whole.serving(tmp_path / "replica", **flags))
+    server = stack.enter_context(whole.serving(tmp_path / "replica", sources=(publisher.url,), canary=True))
     wait_for(lambda: server.engine.is_ready)
     commit, measure, metrics = server.engine.commit_id, server.server._measure, server.server.metrics
     assert measure(60, commit) == Measures()
@@ -226,7 +221,7 @@ def test_refusals_errors_and_waits_of_a_server_count(
     server.engine.watched = None
 
 
-def test_the_hottest_rows_are_counted_and_the_rarest_forgotten() -> None:
+def test_the_hottest_rows_are_counted_and_the_rarest_forgotten():
     tables: Any = [SimpleNamespace(index=at, config=SimpleNamespace(ids=ids)) for at, ids in enumerate((None, 1, None))]
     now, lengths = [0.0], np.array([[2, 1], [1, 0], [0, 2]])
     counts = RowCounts(lambda: now[0])

@@ -65,8 +65,7 @@ class Fleet:
 
     def _start(self, place: int) -> Shown:
         urls = [self.publisher.url if each < 0 else self.replicas[each].url for each in self._urls[place]]
-        directory = self.source.with_name(f"replica {place}")
-        return self._stacks[place].enter_context(following(directory, urls))
+        return self._stacks[place].enter_context(following(self.source.with_name(f"replica {place}"), urls))
 
     def _hook(self, _name: str) -> None:
         self._doom -= 1
@@ -128,9 +127,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(
-    source: Path, seed: int, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
+def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(source, seed, monkeypatch, stack):
     """Bit for bit, whatever is killed, broken off, damaged or gone back from."""
     fleet = Fleet(source, seed, monkeypatch, stack)
     for _ in range(35):
@@ -159,9 +156,7 @@ def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(
         assert len(list((replica.directory / "incoming").iterdir())) <= 1 + len(replica.listing.files)
 
 
-def test_a_replica_follows_version_by_version_and_goes_back_for_good(
-    source: Path, tmp_path: Path, stack: contextlib.ExitStack
-) -> None:
+def test_a_replica_follows_version_by_version_and_goes_back_for_good(source, tmp_path, stack):
     publisher = stack.enter_context(publishing(source, say=(said := list[str]()).append))
     replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     assert replica.follow() == 0, "nothing is offered"
@@ -190,9 +185,7 @@ def test_a_replica_follows_version_by_version_and_goes_back_for_good(
 
 
 @pytest.mark.parametrize("point", ["update: applied", "update: shown", "rollback: declined", "rollback: written"])
-def test_a_server_that_is_killed_declines_what_it_left_and_nothing_else(
-    source: Path, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, publisher: Any
-) -> None:
+def test_a_killed_server_declines_what_it_left_and_no_more(source, tmp_path, point, monkeypatch, publisher):
     directory = tmp_path / "replica"
 
     def die(name: str) -> None:
@@ -221,9 +214,7 @@ def test_a_server_that_is_killed_declines_what_it_left_and_nothing_else(
         assert replica.taker.own.commit_id in {each.commit_id for each in replica.listing.files}
 
 
-def test_an_update_passes_through_a_replica_while_it_arrives_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, publisher: Any
-) -> None:
+def test_an_update_passes_through_a_replica_while_it_arrives_there(tmp_path, monkeypatch, stack, publisher):
     publisher.step()
     parts, go_on, half = offer._parts, threading.Event(), list[int]()
 
@@ -255,9 +246,7 @@ def test_an_update_passes_through_a_replica_while_it_arrives_there(
     assert publisher.given_bytes == sum(each.size_bytes for each in first.listing.files)
 
 
-def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(source, tmp_path, monkeypatch, caplog):
     update, asked = make(source), list[tuple[str, int]]()
     offered = Offered.of(update.id, update.size_bytes, update.header)
     data = update.path.read_bytes()
@@ -291,7 +280,7 @@ def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(
         run("breaks")
 
 
-def test_what_a_server_cannot_show_is_passed_over(source: Path, publisher: Any, replica: Shown) -> None:
+def test_what_a_server_cannot_show_is_passed_over(source, publisher, replica):
     publisher.step()
     assert replica.follow() == 1
     before, show = contents(replica.directory), replica.refresh
@@ -315,7 +304,7 @@ def test_what_a_server_cannot_show_is_passed_over(source: Path, publisher: Any, 
     require_same(replica, source)
 
 
-def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_file_server_can_offer_a_folder(source, tmp_path, capsys):
     folder = tmp_path / "offered"
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -338,7 +327,7 @@ def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys
         server.shutdown()
 
 
-def test_rows_of_one_store_only(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_rows_of_one_store_only(source, tmp_path, stack):
     change(tmp_path / "another", 1, keep=4)
     one, other = (stack.enter_context(publishing(each)) for each in (source, tmp_path / "another"))
     one.step()
@@ -378,9 +367,7 @@ def noting(call: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def test_one_process_writes_all_updates_of_a_server_whose_loop_waits_for_neither_it_nor_a_disk(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_writes_all_updates_of_a_server_whose_loop_never_waits(source, tmp_path, monkeypatch):
     """Nor is the loop held by 50 ms of processor time."""
     monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", noting(os.fsync))
@@ -397,7 +384,6 @@ def test_one_process_writes_all_updates_of_a_server_whose_loop_waits_for_neither
             held, last = max(held, now - last if last else 0.0), now
             server.loop.call_later(0.002, beat)
 
-        assert server._thread.ident is not None
         noted = _NOTED[server._thread.ident] = []
         server.loop.call_soon_threadsafe(beat)
         server.engine.row_counts._counts.update(range(2 * 16_384))
@@ -420,14 +406,13 @@ def test_one_process_writes_all_updates_of_a_server_whose_loop_waits_for_neither
 
 
 @pytest.mark.slow
-def test_commands_of_two_processes(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_commands_of_two_processes(source, tmp_path, stack):
     """``tierstore publish`` and ``tierstore serve --from`` as users start them."""
     (token := tmp_path / "token").write_text("secret\n")
     code = "import sys; from tierstore.cli import main; main(sys.argv[1:])"
     words = ["publish", str(source), "--port", "0", "--token-file", str(token)]
     publisher = Child(code, *words)
     stack.callback(publisher.kill)
-    assert publisher._process.stdout is not None
     said = [publisher._process.stdout.readline() for _ in range(2)]
     (url,) = [line.split()[1] for line in said if line.startswith("ready: ")]
     assert any(line.startswith("version 1: ") for line in said)

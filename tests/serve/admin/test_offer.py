@@ -31,14 +31,14 @@ WRONG_FLAGS = [
 ]
 
 
-def test_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_name_the_way(capsys):
     for words, why in WRONG_FLAGS:
         with contextlib.suppress(SystemExit):  # of argparse
             assert cli.main(words) == 2
         assert why in capsys.readouterr().err
 
 
-def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_only_a_holder_of_the_token_has_anything(source, tmp_path, stack):
     publisher = stack.enter_context(publishing(source, token="secret"))
     publisher.step()
     (file,) = publisher.folder.listing.files
@@ -60,8 +60,7 @@ def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, s
         for name in ("0" * 16, "made", "..%2Fmanifest.json", "list.json.partial"):
             assert client.get(f"{base}/{name}").status_code == 404
         for method in ("POST", "PATCH", "PUT", "DELETE"):
-            refused = client.request(method, f"{base}/{file.id}", headers={"X-Tierstore-Admin": "1"})
-            assert refused.status_code == 405
+            assert client.request(method, f"{base}/{file.id}", headers={"X-Tierstore-Admin": "1"}).status_code == 405
     with following(tmp_path / "replica", [publisher.url], token="another") as replica:
         assert replica.follow() == 0
         assert "401" in replica.taker._sources[0].error
@@ -84,7 +83,7 @@ WRONG = {
 }
 
 
-def test_a_hostile_list_is_no_list() -> None:
+def test_a_hostile_list_is_no_list():
     assert Listing.from_json(GOOD.encode()).serial == 7
     for name, (old, new) in WRONG.items():
         assert old in GOOD, name
@@ -94,7 +93,7 @@ def test_a_hostile_list_is_no_list() -> None:
         Listing.from_json(Listing(files=(FILE,) * (MAX_FILES + 1)).to_json())
 
 
-def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
+def test_the_way_to_a_version_is_by_changes_where_they_lead_there():
     def file(number: int, since: int, version: int, *, urgent: bool = False) -> Offered:
         return Offered(
             f"{number:016x}", 10, since, f"{since:016x}" if since else "", version, f"{version:016x}", urgent
@@ -123,13 +122,8 @@ def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
     assert ids(at(4, "5" * 16), 5) == [5]
 
 
-def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    for token, url in (
-        (None, "http://far"),
-        ("t", "https://far"),
-        ("t", "http://localhost"),
-        ("t", "http://far"),
-    ):
+def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog):
+    for token, url in ((None, "http://far"), ("t", "https://far"), ("t", "http://localhost"), ("t", "http://far")):
         Source(url, token)
     assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["http://far"]
     for url in ("ftp://somewhere", "http://user:secret@far", "http://far?x=1", "far:8002"):
@@ -141,9 +135,7 @@ def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog: pytest.LogCapture
 # Replicas that meet a full disk, damage, or a slow source: what is kept, and what is tried again.
 
 
-def test_what_has_arrived_outlives_a_full_disk_and_a_restart(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
+def test_what_has_arrived_outlives_a_full_disk_and_a_restart(source, tmp_path, monkeypatch, stack):
     publisher = stack.enter_context(publishing_changes(source))
     copy, delta = publisher.folder.listing.files
     arrived = tmp_path / "replica" / "incoming" / copy.id
@@ -170,9 +162,7 @@ def test_what_has_arrived_outlives_a_full_disk_and_a_restart(
     assert publisher.given_bytes == copy.size_bytes + delta.size_bytes
 
 
-def test_a_file_that_lost_a_bit_here_is_fetched_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
+def test_a_file_that_lost_a_bit_here_is_fetched_again(source, tmp_path, monkeypatch, stack):
     publisher = stack.enter_context(publishing_changes(source))
     replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     copy, delta = publisher.folder.listing.files
@@ -192,9 +182,7 @@ def test_a_file_that_lost_a_bit_here_is_fetched_again(
     assert publisher.given_bytes == copy.size_bytes + 2 * delta.size_bytes
 
 
-def test_a_slow_source_does_not_delay_another(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, publisher: Any
-) -> None:
+def test_a_slow_source_does_not_delay_another(source, tmp_path, monkeypatch, stack, publisher):
     publisher.step()
     monkeypatch.setattr(updates, "_LISTS_SECONDS", 0.5)
     replica = stack.enter_context(following(tmp_path / "replica", ["http://127.0.0.1:1", publisher.url]))

@@ -25,7 +25,6 @@ class Ask:
 
 
 def answer(queries: Sequence[Ask]) -> list[int]:
-    """The numbers."""
     if any(each.is_poison for each in queries):
         raise ArithmeticError("the secret of the model")
     return [each.number for each in queries]
@@ -90,9 +89,7 @@ def test_models_take_turns(bench: Bench) -> None:
     assert bench.batches == [[0], [10], [-1], [1], [11], [2], [3]]
 
 
-def test_good_queries_are_answered_however_many_bad_ones_are_with_them(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_good_queries_are_answered_however_many_are_bad(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """If the model has answered anything before; one that never has, or has stopped to, is not asked for ever."""
     tasks = [bench.submit(Ask(number, is_poison=True)) for number in range(1000)]
     bench.work()
@@ -101,7 +98,6 @@ def test_good_queries_are_answered_however_many_bad_ones_are_with_them(
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert "1000 of 1000" in record.message
-    assert record.exc_info is not None
     assert "secret" in str(record.exc_info[1])
     assert "secret" not in str(tasks[0].exception())
     bench.submit(Ask(-1))
@@ -110,8 +106,7 @@ def test_good_queries_are_answered_however_many_bad_ones_are_with_them(
         bench.batches.clear()
         tasks = [bench.submit(Ask(number, is_poison=number in poisoned)) for number in range(4096 if runs else 216)]
         bench.work()
-        failed = [number for number, task in enumerate(tasks) if task.exception()]
-        assert failed == list(poisoned)
+        assert [number for number, task in enumerate(tasks) if task.exception()] == list(poisoned)
         assert all(number in poisoned or task.result() == number for number, task in enumerate(tasks))
         assert runs is None or len(bench.batches) <= runs, "halves of halves"
     bench.run = lambda _: [1 // 0]
@@ -188,14 +183,11 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(ben
     assert [task.result() for task in submitted if task is not submitted[1]] == [7, 1, 2, 1, 2]
     assert status_of(submitted[1]) is Status.DEADLINE
     bench.executor.shutdown()
-    late = bench.submit(Ask(1))
-    assert status_of(late) is Status.UNAVAILABLE
+    assert status_of(bench.submit(Ask(1))) is Status.UNAVAILABLE
 
 
 @pytest.mark.parametrize("failure", ["short", "exit", "invalid", "gone"])
-def test_whatever_run_does_its_queries_are_answered(
-    bench: Bench, failure: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_run_does_queries_are_answered(bench: Bench, failure: str, caplog: pytest.LogCaptureFixture) -> None:
     """What it says of one query is passed on to that alone, and of a model that is gone to all who wait."""
 
     def run(queries: Sequence[Ask]) -> list[int]:

@@ -48,10 +48,7 @@ def served(running: Fronted) -> Iterator[Fronted]:
     running.reset()
 
 
-# Calls.
-
-
-def test_health_service_of_grpc(served: Fronted) -> None:
+def test_health_service_of_grpc(served):
     with served.channel() as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         name = INFERENCE_SERVICE.encode()
@@ -73,7 +70,7 @@ NO_REQUESTS = [
 ]
 
 
-def test_calls_that_are_no_request(served: Fronted) -> None:
+def test_calls_that_are_no_request(served):
     with served.channel() as channel:
         for method, requests, code in NO_REQUESTS:
             call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(iter(requests), timeout=SECONDS)
@@ -81,7 +78,7 @@ def test_calls_that_are_no_request(served: Fronted) -> None:
     assert [protocol for protocol, _ in served.engine.refused] == ["grpc"] * 2
 
 
-def test_a_request_that_does_not_come_is_not_waited_for() -> None:
+def test_a_request_that_does_not_come_is_not_waited_for():
     go_on = threading.Event()
 
     def requests() -> Iterator[Any]:
@@ -89,13 +86,12 @@ def test_a_request_that_does_not_come_is_not_waited_for() -> None:
         yield b""
 
     with serving("grpc", Limits(receive_seconds=0.2)) as served, served.channel() as channel:
-        call = channel.stream_stream(INFER)(requests(), timeout=SECONDS)
-        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert channel.stream_stream(INFER)(requests(), timeout=SECONDS).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         go_on.set()
         assert len(served.engine.refused) == 1
 
 
-def test_deadlines_of_the_call_and_of_the_request(served: Fronted) -> None:
+def test_deadlines_of_the_call_and_of_the_request(served):
     with served.client() as client:
         ask(served, client, client_timeout=500)
         ask(served, client, client_timeout=500, timeout=100_000_000)
@@ -107,7 +103,7 @@ def test_deadlines_of_the_call_and_of_the_request(served: Fronted) -> None:
     served.wait_until(lambda: len(served.engine.cancelled) == len(served.engine.seen) - 2)
 
 
-def test_large_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answers_are_refused(monkeypatch):
     with serving("grpc", Limits(response_bytes=MEBIBYTE)) as served, served.client() as client:
         assert ask(served, client, "echo", 80_000).as_numpy("x").shape == (80_000, 3)
         monkeypatch.delattr(codec, "encode_response")  # raw ones are measured before they are copied
@@ -115,11 +111,10 @@ def test_large_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ask(served, client, "echo", 100_000)
 
 
-def test_calls_are_bounded() -> None:
+def test_calls_are_bounded():
     with serving("grpc", Limits(calls=1)) as served, served.client() as client:
         answers: queue.Queue[Any] = queue.Queue()
-        slow = [tensor("grpc", "x", "FP32", X)]
-        client.async_infer("slow", slow, callback=lambda result, error: answers.put(error))
+        client.async_infer("slow", [tensor("grpc", "x", "FP32", X)], callback=lambda result, error: answers.put(error))
         served.wait_until(lambda: served.engine.seen)
         with refused(Status.OVERLOADED, "1 calls"):
             ask(served, client)
@@ -130,7 +125,7 @@ def test_calls_are_bounded() -> None:
         assert [protocol for protocol, _ in served.engine.refused] == ["grpc"]
 
 
-def test_answers_that_nobody_reads_are_bounded(stack: ExitStack) -> None:
+def test_answers_that_nobody_reads_are_bounded(stack):
     with serving("grpc", Limits(responses_bytes=9 * MEBIBYTE)) as served:
         client = raw_client(served, stack, window_bytes=0)
         calls = [client.begin(INFER, LARGE) for _ in range(5)]
@@ -142,7 +137,7 @@ def test_answers_that_nobody_reads_are_bounded(stack: ExitStack) -> None:
         served.wait_free()
 
 
-def test_grpc_has_all_options_that_are_set() -> None:
+def test_grpc_has_all_options_that_are_set():
     """Options are names, and a name that it does not know is ignored without a word."""
     library = Path(cygrpc.__file__).read_bytes()
     assert [name for name, _ in _options(Limits(), reuse_port=True) if name.encode() + b"\0" not in library] == []
@@ -154,7 +149,7 @@ def test_grpc_has_all_options_that_are_set() -> None:
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
 
 
-def test_messages_that_do_not_agree_with_themselves() -> None:
+def test_messages_that_do_not_agree_with_themselves():
     messages = [grpc_message(ONE, raw=False) for _ in range(3)]
     messages[0].inputs[0].contents.int_contents.append(1)
     messages[1].raw_input_contents.append(bytes(8))
@@ -167,9 +162,7 @@ def test_messages_that_do_not_agree_with_themselves() -> None:
         assert raised.value.status is Status.INVALID
 
 
-def test_numbers_of_elements_that_are_handled_one_by_one_and_of_fields_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numbers_of_elements_handled_one_by_one_and_of_fields_are_bounded(monkeypatch):
     monkeypatch.setattr(codec, "MAX_ELEMENTS", 3)
     for count, raw in ((3, False), (4, True)):
         drawn = Drawn([Tensor("x", "FP32", [count], [1] * count)])
@@ -184,7 +177,7 @@ def test_numbers_of_elements_that_are_handled_one_by_one_and_of_fields_are_bound
 
 
 @given(st.binary(max_size=60) | valid().map(lambda drawn: grpc_message(drawn, raw=True).SerializeToString()))
-def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
+def test_splitting_reads_what_protobuf_reads(data):
     try:
         rest, raws = split_field(data, 7)
         split = service_pb2.ModelInferRequest.FromString(rest)
@@ -304,13 +297,8 @@ def answers_of(stub: Any, size: int = 1) -> int:
     return len(stub.ModelInfer(request_of(size), timeout=SECONDS).raw_output_contents[0])
 
 
-# Answers that are not accepted.
-
-
 @pytest.mark.parametrize(("message", "window_bytes"), [(LARGE, 2), (SMALL, 0)])
-def test_an_answer_that_is_not_accepted_ends_its_call_alone(
-    stack: ExitStack, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_not_accepted_ends_its_call_alone(stack, message, window_bytes, caplog):
     with serving("grpc", Limits(send_seconds=0.2)) as served:
         client = raw_client(served, stack, window_bytes=window_bytes)
         calls = [client.begin(INFER, message) for _ in range(3)]
@@ -327,11 +315,8 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(
         assert len(client.wait_end(slow)) == window_bytes
 
 
-# Requests that do not come.
-
-
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
-def test_half_open_calls_do_not_keep_others_out(stack: ExitStack, method: str) -> None:
+def test_half_open_calls_do_not_keep_others_out(stack, method):
     """Nor those whose request has come in part, though the server holds but 16 of the 600 at a time."""
     limits = Limits(calls=2)
     with serving("grpc", limits) as served:
@@ -363,7 +348,7 @@ def fields(message: Any) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
-def test_fields_are_those_of_the_proto_files_and_tritons() -> None:
+def test_fields_are_those_of_the_proto_files_and_tritons():
     tops = [each.DESCRIPTOR for each in MESSAGES.values()]
     described = [each for own in tops for each in (own, *own.nested_types)]
     numbers = [(each.name, each.number) for own in described if not own.GetOptions().map_entry for each in own.fields]
@@ -376,10 +361,7 @@ def test_fields_are_those_of_the_proto_files_and_tritons() -> None:
             assert fields(own) == theirs or (own.name in PARTS and fields(own) < theirs), own.name
 
 
-# Calls that are reset.
-
-
-def test_calls_that_are_reset_do_not_cancel_those_of_others(stack: ExitStack) -> None:
+def test_calls_that_are_reset_do_not_cancel_those_of_others(stack):
     """gRPC has calls wait for the event loop, and by default it cancels whatever comes above 3000."""
     may_go_on = threading.Event()
     with serving("grpc") as served:

@@ -64,7 +64,7 @@ def only_rows(query: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_and_bags_are_those_of_the_table_alone_or_in_a_batch(store: tierstore.Store, name: str) -> None:
+def test_rows_and_bags_are_those_of_the_table_alone_or_in_a_batch(store, name):
     """Ids that are no rows count as zeros, and are counted."""
     counted, told = Counted(), 0
     models: Any = Models(store, dropped=counted).by_name
@@ -106,9 +106,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tierstore.Store
 
 @pytest.mark.parametrize("quick", [0, math.inf], ids=["as small as may be", "growing"])
 @pytest.mark.parametrize("name", ["pooled.sums", "rows.sums", "pooled", "rows"])
-def test_a_query_in_parts_gives_the_bits_of_one_at_once(
-    narrow: tierstore.Store, name: str, quick: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_in_parts_gives_the_bits_of_one_at_once(narrow, name, quick, monkeypatch):
     model: Any = Models(narrow).by_name[name]
     num_features = 4 if "." not in name else 1
     generator = np.random.default_rng(len(name))
@@ -129,7 +127,7 @@ def test_a_query_in_parts_gives_the_bits_of_one_at_once(
         assert least <= pause.call_count <= (2 * num_features if quick else math.inf)
 
 
-def test_ids_of_a_request_are_counted_and_those_of_a_sample_bounded(narrow: tierstore.Store) -> None:
+def test_ids_of_a_request_are_counted_and_those_of_a_sample_bounded(narrow):
     """So that nobody holds the server for longer than many small requests would."""
     for name, ids, num_features in (("pooled.sums", "ids", 1), ("pooled", "values", 4)):
         model: Any = Models(narrow).by_name[name]
@@ -161,7 +159,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("ddr", "model"), [("8MiB", "rows.wide"), ("600KiB", "pooled.wide")])
-def test_what_is_answered_at_once(wide: Path, ddr: str, model: str) -> None:
+def test_what_is_answered_at_once(wide, ddr, model):
     """Few ids, all of whose rows are in memory: a table of more rows than that, too, once they were asked for."""
     with tierstore.open(wide, mode="r", ddr=ddr, threads=1) as store:
         models: Any = Models(store).by_name
@@ -192,7 +190,7 @@ def test_what_is_answered_at_once(wide: Path, ddr: str, model: str) -> None:
         assert models["rows.wider"].parse({"ids": many}).num_samples == 65_536 // 4
 
 
-def test_all_features_side_by_side(store: tierstore.Store, narrow: tierstore.Store) -> None:
+def test_all_features_side_by_side(store, narrow):
     """And their rows, where tables are of one width."""
     assert "rows" not in Models(store).by_name
     chance = np.random.default_rng(1)
@@ -240,7 +238,7 @@ WRONG = {
 }
 
 
-def test_wrong_inputs_are_named(store: tierstore.Store) -> None:
+def test_wrong_inputs_are_named(store):
     for message, inputs in WRONG.items():
         require_refused(Models(store).by_name["pooled.sums"], inputs, message)
     uneven = {"values": GOOD["ids"], "offsets": tensor("INT64", [0, 1, 2, 3])}
@@ -248,7 +246,7 @@ def test_wrong_inputs_are_named(store: tierstore.Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["pooled.sums", "pooled", "rows"])
-def test_offsets_with_the_end_and_without_stand_for_lengths(narrow: tierstore.Store, name: str) -> None:
+def test_offsets_with_the_end_and_without_stand_for_lengths(narrow, name):
     model: Any = Models(narrow).by_name[name]
     lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 0], [3, 0, 0]])[: 1 if name == "pooled.sums" else 4]
     ends = np.cumsum([0, *lengths.reshape(-1)])
@@ -307,9 +305,7 @@ def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor
 
 
 @pytest.mark.parametrize("samples", [1, 33])
-def test_its_outputs_are_those_of_the_program_called_by_hand(
-    folder: Path, store: tierstore.Store, samples: int
-) -> None:
+def test_outputs_are_those_of_the_program_called_by_hand(folder, store, samples):
     model = served(store, folder / "mine.pt2")
     inputs, bags = query(samples, samples)
     (found,) = model.run([model.parse(inputs)])
@@ -325,9 +321,7 @@ def test_its_outputs_are_those_of_the_program_called_by_hand(
         np.testing.assert_allclose(outputs["score"].data, want["score"], rtol=1e-5)
 
 
-def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_not_asked_for(
-    folder: Path, store: tierstore.Store, tmp_path: Path
-) -> None:
+def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_not_asked_for(folder, store, tmp_path):
     path = save(OfDict(), tmp_path / "two.pt2", {"sums.again": torch.zeros(2, 4), "half": torch.zeros(2, 8)})
     model = served(store, path)
     assert model.metadata.parameters == {"features": "sums.again,half"}
@@ -339,7 +333,7 @@ def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_
     assert found["output"].data.tobytes() == (want * 2).numpy().tobytes()
 
 
-def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp_path: Path) -> None:
+def test_texts_become_ids_where_the_program_says_how(store, tmp_path):
     arguments = {"sums.again": torch.zeros(2, 4), "half": torch.zeros(2, 8)}
     keywords = {"sums.again": {"column": 1}, "half": {"seed": 7}}
     model = served(store, save(OfDict(), tmp_path / "two.pt2", arguments, texts=json.dumps(keywords)))
@@ -380,9 +374,7 @@ def test_texts_become_ids_where_the_program_says_how(store: tierstore.Store, tmp
         ({"hashing": "mod"}, {"half": {}, "other": {}}, "feature 'half': the run has data.hashing = \"mod\""),
     ],
 )
-def test_texts_of_a_trained_store_are_those_of_its_run(
-    tmp_path: Path, changes: dict[str, Any], texts: dict[str, Any], message: str | None
-) -> None:
+def test_texts_of_a_trained_store_are_those_of_its_run(tmp_path, changes, texts, message):
     data = DataSection(sparse_columns=("sums", "half"), hash_seed=3, **changes)
     with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
         for name in ("half", "other"):
@@ -401,8 +393,7 @@ def test_texts_of_a_trained_store_are_those_of_its_run(
             "lengths": tensor("INT32", [[1, 1], [0, 0]]),
         }
         found = Exported(store, program, None).parse(values).values
-    want = tierstore.ids.of_strings(["red", "17"], num_embeddings=40, column=1, seed=3)
-    assert found.tolist() == want.tolist()
+    assert found.tolist() == tierstore.ids.of_strings(["red", "17"], num_embeddings=40, column=1, seed=3).tolist()
 
 
 WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
@@ -418,7 +409,7 @@ WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
 }  # fmt: skip
 
 
-def test_wrong_requests_are_told(folder: Path, store: tierstore.Store) -> None:
+def test_wrong_requests_are_told(folder, store):
     model = served(store, folder / "mine.pt2")
     for message, inputs in WRONG_REQUESTS.items():
         given = {name: each for name, each in query(3, 2)[0].items() if name != "lengths" or "offsets" not in inputs}
@@ -457,7 +448,7 @@ WRONG_PROGRAMS: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.parametrize("message", [*WRONG_PROGRAMS, "there is no file", "is no program that torch"])
-def test_programs_that_do_not_fit_are_told(store: tierstore.Store, tmp_path: Path, message: str) -> None:
+def test_programs_that_do_not_fit_are_told(store, tmp_path, message):
     path = tmp_path / ("pooled.pt2" if "another model" in message else "x.pt2")
     if message in WRONG_PROGRAMS:
         module, inputs, batch = WRONG_PROGRAMS[message]

@@ -88,7 +88,7 @@ def query(dense: Any, categories: Any) -> dict[str, InferTensor]:
     }
 
 
-def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, store: tierstore.Store) -> None:
+def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained, store):
     """Also of several requests in a batch, which are told apart."""
     model: Any = Models(store).by_name["ranking"]
     assert (trained.categories < 0).any()
@@ -100,7 +100,7 @@ def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, stor
         assert [len(each["probabilities"]) for each in found] == list(np.diff(bounds))
 
 
-def test_lists_are_cut_to_the_length_that_the_run_cut_them_to(trained: Trained, store: tierstore.Store) -> None:
+def test_lists_are_cut_to_the_length_that_the_run_cut_them_to(trained, store):
     """To one category, with others in front of it, more than a sample may have."""
     config = replace(trained.config, data=replace(trained.config.data, max_list_length=1))
     one = query(trained.dense, trained.categories)
@@ -111,7 +111,7 @@ def test_lists_are_cut_to_the_length_that_the_run_cut_them_to(trained: Trained, 
     assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
 
 
-def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> None:
+def test_wrong_inputs_are_named(trained, store):
     model: Any = Models(store).by_name["ranking"]
     good = query(trained.dense, trained.categories)
     dense, values, lengths = (each.data.copy() for each in good.values())
@@ -126,7 +126,7 @@ def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> Non
         require_refused(model, good | wrong, message)
 
 
-def test_negative_categories_can_count_as_missing(trained: Trained, store: tierstore.Store) -> None:
+def test_negative_categories_can_count_as_missing(trained, store):
     counted = Counted()
     model: Any = Models(store, dropped=counted).by_name["ranking"]
     by_feature = trained.categories.T
@@ -139,7 +139,7 @@ def test_negative_categories_can_count_as_missing(trained: Trained, store: tiers
     assert counted == {"ranking": int((trained.categories < 0).sum())}
 
 
-def test_weights_that_overflow_are_an_error_and_no_answer(trained: Trained, store: tierstore.Store) -> None:
+def test_weights_that_overflow_are_an_error_and_no_answer(trained, store):
     model: Any = Models(store).by_name["ranking"]
     model.load({name: torch.full_like(each, torch.inf) if each.dtype == torch.float32 else each
                 for name, each in store.tensors().items()})  # fmt: skip
@@ -149,7 +149,7 @@ def test_weights_that_overflow_are_an_error_and_no_answer(trained: Trained, stor
     assert "no number" in str(answer)
 
 
-def test_weights_are_required_whole(trained: Trained, store: tierstore.Store) -> None:
+def test_weights_are_required_whole(trained, store):
     ranking: Any = Models(store).by_name["ranking"]
     tensors = store.tensors()
     ranking.require(tensors)
@@ -214,7 +214,7 @@ def with_reference(model: nn.Module, dense: str) -> nn.Module:
 
 @either
 @pytest.mark.parametrize(("samples", "inputs", "outputs"), [(2, 128, 128), (7, 513, 33), (40, 367, 128)])
-def test_a_layer_computes_as_its_format_says(samples: int, inputs: int, outputs: int, dense: str) -> None:
+def test_a_layer_computes_as_its_format_says(samples, inputs, outputs, dense):
     torch.manual_seed(samples)
     layer, rows = nn.Linear(inputs, outputs, bias=samples != 7), torch.randn(samples, inputs)
     rows *= torch.logspace(-6, 6, samples).unsqueeze(1)
@@ -232,7 +232,7 @@ def test_a_layer_computes_as_its_format_says(samples: int, inputs: int, outputs:
 
 
 @pytest.mark.parametrize(("dense", "interaction"), [("int8", "dcn"), ("bfloat16", "dot")])
-def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interaction: str, tmp_path: Path) -> None:
+def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense, interaction, tmp_path):
     model = {"interaction": interaction, "bottom_mlp": [128, 128], "top_mlp": [48, 32], "cross_rank": 48}
     changes = {f"model__{name}": value for name, value in model.items()}
     config = config_of(tmp_path, "store", train__epochs=1, embedding__dim=16, **changes)
@@ -253,9 +253,7 @@ def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interac
 
 
 @either
-def test_what_cannot_be_in_fewer_bits_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dense: Any
-) -> None:
+def test_what_cannot_be_in_fewer_bits_is_refused(tmp_path, monkeypatch, capsys, dense):
     make_store(tmp_path / "store")
     small = save_two_tables(tmp_path / "small.pt2")
     without = pytest.raises(ValueError, match=rf"dense='{dense}': .*store has no model; serve it with --dense float32")

@@ -91,9 +91,6 @@ def test_paths_request_ids_and_lengths_of_the_json(client: httpx.Client, server:
         assert "Inference-Header-Content-Length" in error_of(response, 400)
 
 
-# Bodies.
-
-
 JSON = orjson.dumps(X)
 
 
@@ -140,9 +137,6 @@ def test_long_bodies_are_taken_apart_in_another_thread(monkeypatch: pytest.Monke
                 assert read_answer(sock).status == 200
         short, long = (thread == server._thread.ident for thread in threads)
     assert (short, long) == (True, False)
-
-
-# Answers.
 
 
 def test_an_answer_that_nobody_waits_for_is_not_written_on(server: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
