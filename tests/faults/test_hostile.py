@@ -164,6 +164,7 @@ def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
 
 
 def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
+    (tmp_path / "row").write_bytes(b"\t".join([b"1"] * 14 + [b"f00"] * 26) + b"\n")
     for name, unit in (("lines", b"\n"), ("digits", b"0")):
         (tmp_path / name).write_bytes(gzip.compress(unit * (10 << 20)) * 5)
     code = """
@@ -173,12 +174,12 @@ def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
         limit_data(64 << 20)
         return len(list(CriteoReader(path).read_chunks(start, None, 100)))
 
-    list(CriteoReader(sys.argv[1]).read_chunks(0, 0, 1))  # compiles
-    for path in sys.argv[1:]:
+    list(CriteoReader(sys.argv[1]).read_chunks(0, None, 1))  # compiles
+    for path in sys.argv[2:]:
         for start in (0, 1 << 40):
             forked(use, path, start)
     """
-    lines = run(code, tmp_path / "lines", tmp_path / "digits").splitlines()
+    lines = run(code, tmp_path / "row", tmp_path / "lines", tmp_path / "digits").splitlines()
     assert lines[0].startswith(f"DataError {tmp_path / 'lines'}, line 1: 1 tab-separated columns")
     assert lines[1] == "ok 0"
     assert len(lines) == 4
