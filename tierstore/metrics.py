@@ -63,7 +63,7 @@ def _pairs(label: Bools, score: Any, weight: Float64s, group: Int64s | None = No
     """Of rows by ascending score, in groups or one, [G, 3]: weight of pairs in order, of all, whether scores differ."""
     begins = np.arange(len(score)) == 0
     if group is not None:
-        order = np.argsort(group, kind="stable")
+        order = np.lexsort(group.astype(np.int64).view(np.uint16).reshape(-1, 4).T)  # stable, and by radix
         label, score, weight = label[order], score[order], weight[order]
         begins[1:] = np.diff(group[order]) != 0
     ties = np.flatnonzero(begins | np.append(True, score[1:] != score[:-1])[: len(score)])
