@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tierstore.metrics import Predictions
 from tierstore.train import RunConfig, sharpness_of, train
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.metrics import Predictions
 from tierstore.train.trainer import feed, set_rates, train_step, warm_up
 
 from .common import Report, Run, Table, fresh_folder, start

@@ -3,9 +3,9 @@
 Parts, each for itself with ``--only``: "lookup" (pooled lookups, all rows in memory, beside embedding_bag over a plain
 tensor), "train" (fused steps over rows in memory, beside FBGEMM's and torch's), "small" (small steps and lookups of one
 id, beside one nn.EmbeddingBag), "whole" (a model's steps, of new ids each, beside the same model's over one
-nn.EmbeddingBag), "checks" (checked reads of rows that the page cache has, beside numpy.take), "first"
-(the README's example with and without compiled kernels), "ahead" (steps by prefetch depth: whether fetching
-ahead pays, and depth="auto" finds out).
+nn.EmbeddingBag), "metrics" (their share of a run), "checks" (checked reads of rows that the page cache has, beside
+numpy.take), "first" (the README's example with and without compiled kernels), "ahead" (steps by prefetch depth: whether
+fetching ahead pays, and depth="auto" finds out).
 """
 
 import contextlib
@@ -16,18 +16,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import tierstore
+from tierstore.metrics import Measures, MetricName, Metrics, evaluate
 from tierstore.models import DLRM
 from tierstore.plan.measure import page_cache
+from tierstore.train import RunConfig, train
+from tierstore.train.config import DataSection, StoreSection, TrainSection
+from tierstore.train.demo import write_synthetic
 
 from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, per_second, spread, start
 from .data import ROOT, examples
@@ -428,6 +434,39 @@ def _tell_whole(found: Figures) -> Report:
     return Report([Table("a model's steps", ["", f"{OURS}, ms", f"{ONE_BAG}, ms", "ratio"], rows)], goals)
 
 
+# Metrics of training rows
+
+
+def _measure_metrics(request: Run, _: Figures) -> Figures:
+    config, runs, n = request.config["metrics"], Figures(), 100_000
+    data = DataSection(path=str(write_synthetic(request.folder / "m.tsv", train_rows=config["rows"], test_rows=1).path))
+    rows = torch.rand(n).round(), torch.randn(n), torch.ones(n), torch.arange(n) % (n // 5)
+
+    def window(batch: int) -> None:
+        made = Metrics(Measures(names=get_args(MetricName)), window=n)
+        for columns in zip(*(torch.split(each, batch) for each in rows), strict=True):
+            made.update(*columns)
+        made.compute()
+
+    actions: Actions = {"AUC": partial(evaluate, *rows[:2]), "AUC, scikit-learn": partial(roc_auc_score, *rows[:2])}
+    for batch in config["batches"]:
+        with fresh_folder(request.folder / "metrics_store") as path:
+            steps, store = TrainSection(batch_size=batch), StoreSection(path=str(path), ddr="1GiB")
+            begun, name = time.process_time(), f"all five, batch {batch:,}"
+            train(RunConfig(data=data, store=store, train=steps))
+        runs[name], actions[name] = 1e6 * (time.process_time() - begun) / config["rows"], partial(window, batch)
+    seconds = measure(actions, repetitions=11, warm_up=1, clock=time.process_time)
+    return {"runs": runs, "us_a_row": {name: spread([1e6 * own / n for own in each]) for name, each in seconds.items()}}
+
+
+def _tell_metrics(found: Figures) -> Report:
+    took = {name: each["median"] for name, each in found["us_a_row"].items()}
+    shares = {name: round(100 * took[name] / run, 3) for name, run in found["runs"].items()}
+    rows = [[name, f"{each:.3f}", f"{shares[name]:.2f}" if name in shares else ""] for name, each in took.items()]
+    goals = [Goal(f"metrics, % of a run's processor: {name}", share, at_most=1) for name, share in shares.items()]
+    return Report([Table("metrics of each window", ["", "us of a processor a row", "% of a run's"], rows)], goals)
+
+
 # Checks of rows
 
 
@@ -552,6 +591,7 @@ PARTS: Final = {
     "train": Part(_measure_train, _tell_train),
     "small": Part(_measure_small, _tell_small),
     "whole": Part(_measure_whole, _tell_whole),
+    "metrics": Part(_measure_metrics, _tell_metrics),
     "checks": Part(_measure_checks, _tell_checks),
     "first": Part(_measure_first, _tell_first),
     "ahead": Part(_measure_ahead, _tell_ahead),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
+from tierstore.metrics import evaluate
 from tierstore.models import DLRM
 from tierstore.precision import LAYER, ROWS, quantize_run, size_of
 from tierstore.serve.models import Models
@@ -33,7 +34,6 @@ from tierstore.serve.models.dense import Dense, lowered, pack_linears
 from tierstore.serve.watch import LabelledRows, read_labelled
 from tierstore.train import RunConfig
 from tierstore.train.build import table_configs
-from tierstore.train.metrics import log_loss, roc_auc
 
 from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, per_second, start
 from .data import require_criteo
@@ -257,8 +257,8 @@ def _served(store_folder: Path, rows: Sequence[LabelledRows]) -> dict[str, float
     labels = np.concatenate([each.labels for each in rows])
     given = np.concatenate(answers).astype(np.float64).clip(2.0**-24, 1 - 2.0**-24)
     logits = np.log(given / (1 - given))
-    scores = {"log_loss": log_loss(labels, logits), "auc": roc_auc(labels, logits)}
-    return {"rows_bytes": row_bytes, "weights_bytes": weights, **scores}
+    found = evaluate(labels, logits)
+    return {"rows_bytes": row_bytes, "weights_bytes": weights, "log_loss": found.log_loss, "auc": found.auc}
 
 
 def _by_loss(run: RunConfig, folder: Path, bound: float, later: Sequence[LabelledRows]) -> Figures:

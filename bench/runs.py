@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 import torch
 
 import tierstore
+from tierstore.metrics import Evaluation, Predictions
 from tierstore.train import RunConfig, train
 from tierstore.train.build import Run, build_model, open_data
 from tierstore.train.config import load, parse_override
-from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.trainer import feed
 
 from .data import ROOT, require_criteo

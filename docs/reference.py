@@ -23,6 +23,7 @@ MODULES: Final = (
     "tierstore.errors",
     "tierstore.exchange",
     "tierstore.init",
+    "tierstore.metrics",
     "tierstore.models",
     "tierstore.offline",
     "tierstore.optim",

@@ -14,8 +14,8 @@ __all__ = [
     "DynamicIds", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats",
     "Store", "Table",
     "TableConfig", "TierStats", "TieredEmbedding", "TieredEmbeddingBag", "TieredEmbeddingBagCollection",
-    "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "ids", "init", "open", "optim",
-    "plain_model", "prefetch", "quantize",
+    "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "ids", "init", "metrics", "open",
+    "optim", "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
 
 _system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.unsharded").open_whole(*source)
@@ -32,7 +32,7 @@ _HOMES: Final = {
 
 if TYPE_CHECKING:
     from . import dist as dist
-    from . import errors, ids, init, optim
+    from . import errors, ids, init, metrics, optim
     from . import models as models
     from . import plan as plan
     from . import train as train

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import report
 from .errors import DamagedError, TableError
 from .layout import DtypeName
+from .metrics import evaluate
 from .nn.collection import TieredEmbeddingBagCollection
 from .offline.quantization import quantize
 from .pool.converting import layout_as
@@ -37,7 +38,6 @@ from .system.terminal import columns_of
 from .train.build import build_model, open_data, open_test_data
 from .train.checkpoint import load_model, saved_config
 from .train.config import RunConfig
-from .train.metrics import log_loss
 from .train.readers import Batch
 
 Choice = Mapping[str, str]
@@ -139,7 +139,7 @@ class HeldOut:
             return torch.cat([logits_of(self._model, *each) for each in chunks])
 
     def measure(self, choice: Choice, part: Part) -> float:
-        return log_loss(self._batch.labels[_PARTS[part]].flatten().numpy(), self.logits(choice, part).flatten().numpy())
+        return evaluate(self._batch.labels[_PARTS[part]].flatten(), self.logits(choice, part).flatten()).log_loss
 
 
 def _config_of(store: Store) -> RunConfig:

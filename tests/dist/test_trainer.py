@@ -25,12 +25,12 @@ from bench.data import ROOT, examples
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import main
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
+from tierstore.metrics import Evaluation, Predictions
 from tierstore.pool.stats import total
 from tierstore.serve.models.ranking import Ranking
 from tierstore.settings.sections import to_toml
 from tierstore.train import RunConfig, Summary, demo, train, trainer
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.summary import digest_bits
 
 from .ranks import DIED, as_torchrun_starts, run, take_torchruns_environment
@@ -125,7 +125,7 @@ def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(tmp_pat
     found = run(train_rank, 2, tmp_path, config(tmp_path, "run", ranks__plan=str(tmp_path / "plan.json"), **changes))
     bits, auc, log_loss = expected
     assert {each.bits for each in found} == {bits}
-    assert {each.test for each in found} == {found[0].test}
+    assert all(each.test == found[0].test for each in found)
     assert found[0].test.auc == pytest.approx(auc, abs=1e-12)
     assert found[0].test.log_loss == pytest.approx(log_loss, abs=1e-7)
     assert {(each.step, each.rows, each.test.rows) for each in found} == {(STEPS, 2 * TRAIN_ROWS, TEST_ROWS)}
@@ -151,6 +151,7 @@ DYNAMIC |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs
 CLASS: dict[str, object] = {"model__class": "tests.train.nets:Net", "model__args": {"norm": False, "spare": True}}
 CLASS |= {"data__shuffle_rows": 46, "embedding__tables": {"C1": {"dim": 6}}, "optimizer__sparse_lr": 0.3}
 CLASS |= {"train__test_every_steps": 5, "train__patience": 2}
+CLASS |= {"metrics__names": ["ne", "auc", "gauc"], "metrics__window": 60, "metrics__group": "C26"}
 
 
 @pytest.mark.parametrize("changes", [DYNAMIC, CLASS], ids=["dynamic", "class"])
@@ -158,7 +159,9 @@ def test_other_ways_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path, cha
     whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
     run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
     resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
-    assert {(each.bits, each.test) for each in resumed} == {(whole[0].bits, whole[0].test)}
+    assert [(each.bits, each.test) for each in resumed] == [(whole[0].bits, whole[0].test)] * 2
+    assert [each.windows for each in resumed] == [each.windows for each in whole], "the window of before went on"
+    assert bool(whole[0].windows) == (changes is CLASS)
     with pytest.raises(AssertionError, match=r"train\.keep_best .* for one process; over ranks .* store\.keep"):
         run(
             train_rank,

@@ -265,12 +265,45 @@ for kind, make in KINDS.items():
         assert torch.equal(traced(features, batch), models[1](features, batch))
     print(kind)
 """
+METRICS = """
+import math, re, torch
+from tierstore.metrics import Measures, Metrics
+from torchrec.metrics import auc, calibration, gauc, ne
+from torchrec.metrics.metrics_config import RecTaskInfo
+WINDOW, BATCH, NAMES, compared, _ = 512, 64, ("click", "buy"), 0, torch.manual_seed(0)
+options = {"world_size": 1, "my_rank": 0, "batch_size": BATCH, "window_size": WINDOW}
+options["tasks"] = [RecTaskInfo(name=name, label_name=name, prediction_name=name, weight_name=name) for name in NAMES]
+theirs = [kind(**options) for kind in (calibration.CalibrationMetric, auc.AUCMetric, gauc.GAUCMetric)]
+theirs.append(ne.NEMetric(**options, include_logloss=True))
+ours = Metrics(Measures(names=("log_loss", "ne", "calibration", "auc", "gauc"), labels=NAMES), window=WINDOW)
+for step in range(24):
+    given, weights = torch.rand(BATCH, 2).clip(1e-3, 1 - 1e-3), torch.randint(1, 9, (BATCH,)) / 8
+    labels = (torch.rand(BATCH, 2) < given).float()
+    ours.update(labels, torch.logit(given.double()), weights, torch.arange(BATCH) // 8 + step * BATCH)
+    columns = [dict(zip(NAMES, each.T)) for each in (given, labels, weights[:, None].expand(-1, 2))]
+    for each in theirs:  # its groups are sessions: rows in turn, of one batch
+        each.update(**dict(zip(("predictions", "labels", "weights"), columns)), num_candidates=torch.full((8,), 8))
+    own = ours.compute() if ours.is_full else {}
+    for name, value in (pair for each in theirs if own for pair in each.compute().items()):
+        task, scope, metric = re.fullmatch("[a-z]+-([a-z]+)[|](window|lifetime)_([a-z_]+)", name).groups()
+        if metric != "gauc_num_samples":
+            bits = math.log(2) if metric == "logloss" else 1
+            found = own[f"{scope}_{metric.replace('logloss', 'log_loss')}/{task}"] / bits
+            assert abs(found - float(value)) < 1e-6, (name, found, value)
+            compared += 1
+assert compared == 54, compared
+"""
 EXAMPLE = "import runpy; runpy.run_path('examples/from_torchrec.py')  # compares its losses with TorchRec's"
 
 
 @WITH_TORCHREC
 def test_rows_are_those_of_torchrec() -> None:
     assert re.fullmatch("equal\ntierstore: .*\nTorchRec: .*\n", run(CODE + EXAMPLE))
+
+
+@WITH_TORCHREC
+def test_metrics_are_those_of_torchrec() -> None:
+    run(METRICS)
 
 
 @WITH_TORCHREC

@@ -314,6 +314,7 @@ def test_each_version_is_measured_and_a_worse_one_is_told_of(run: RunConfig, cap
             assert (loss <= 1.02 * first) == holds
             wait_for(lambda version=version: server.metric("tierstore_watch_version") == version)
             assert server.metric("tierstore_watch_log_loss") == pytest.approx(loss, rel=1e-5)
+            assert 0 < server.metric("tierstore_watch_auc") < 1
             assert server.metric("tierstore_watch_rows") == WATCHED
             said = [each for each in caplog.records if f"version {version} has a log loss of" in each.message]
             assert [each.levelname for each in said] == ["INFO" if holds else "WARNING"]
@@ -329,8 +330,8 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     async def score(inputs: Any) -> tuple[Any, int]:
         return inputs["dense"].data[:, 0], 7 + changes * next(asked)
 
-    rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label])) for p, label in
-            ((0.9, True), (0.2, False), (1.0, False))]  # fmt: skip
+    rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label]), (None, np.array([group])))
+            for p, label, group in ((0.9, True, 5), (0.2, False, 5), (1.0, False, 6))]  # fmt: skip
     commits = iter("abaa")
     watch = Watch(score, rows, bound=0.1, store="store", commit_id=lambda: next(commits))
     with pytest.raises(ServeError, match="the version changed as") as caught:
@@ -341,6 +342,7 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     assert found.commit_id == "a"
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
+    assert (found.auc, found.gauc, found.calibration) == (0.5, 1, pytest.approx(2.1))
     assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
 
 

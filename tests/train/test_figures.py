@@ -1,4 +1,4 @@
-"""What runs and sweeps measure: AUC, log loss, a history, the sharpness of a minimum; a sweep's runs; their pages."""
+"""What runs and sweeps measure: a history, the sharpness of a minimum; a sweep's runs; their pages."""
 
 import functools
 import html
@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tierstore import cli
+from tierstore.metrics import Evaluation
 from tierstore.models import box_sharpness, hessian_eigenvalues
 from tierstore.pool.stats import Stats, TierStats
 from tierstore.settings.sections import ConfigError, to_toml
 from tierstore.train import sharpness_of, sweep, train, trainer
 from tierstore.train.build import open_data
 from tierstore.train.config import load
-from tierstore.train.metrics import Evaluation, Predictions, log_loss, roc_auc
 from tierstore.train.summary import RANGES_MAX, History, Point, Summary, run_page, together
 from tierstore.train.sweep import (
     axis_of,
@@ -39,39 +39,6 @@ from tierstore.train.sweep import (
 )
 
 from .runs import TRAIN_ROWS, commit_scaled, config_of
-
-SCORED = st.tuples(st.booleans(), st.sampled_from([-2.5, -1.0, 0.0, 0.5, 0.50001, 3.0]))
-
-
-@given(st.lists(SCORED, max_size=30))
-def test_auc_is_the_share_of_pairs_won(rows):
-    pairs = [(score, other) for is_clicked, score in rows for is_other, other in rows if is_clicked and not is_other]
-    won = [1 if score > other else 0.5 if score == other else 0 for score, other in pairs]
-    found = roc_auc([row[0] for row in rows], [row[1] for row in rows])
-    assert found == sum(won) / len(won) if won else math.isnan(found)
-
-
-def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
-    labels, logits = np.array([1, 0, 1, 0]), np.array([0.3, -1.2, -2.0, 4.0])
-    probability = 1 / (1 + np.exp(-logits))
-    expected = -np.mean(np.where(labels, np.log(probability), np.log(1 - probability)))
-    assert log_loss(labels, logits) == pytest.approx(expected, rel=1e-12)
-    assert log_loss([0, 1], [1000.0, -1000.0]) == 1000.0
-    assert log_loss([1, 0], [1000.0, -1000.0]) == 0.0
-
-
-def test_wrong_input_is_an_error():
-    for call, labels, scores, reason in (
-        (roc_auc, [0, 1], [0.5], "one length"),
-        (roc_auc, [0, 1], [0.5, math.nan], "diverged"),
-        (log_loss, [0, 2], [0.5, 0.5], "0 or 1"),
-        (log_loss, [], [], "no rows"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            call(labels, scores)
-    with pytest.raises(ValueError, match="no batch"):
-        Predictions().evaluate()
-
 
 COUNTED = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "bytes_read", "bytes_written")
 
@@ -172,7 +139,7 @@ STEPS = 40
 HOSTILE = "<script>alert('a')</script> & \"co\""
 
 
-def made_run(*, hbm=0, hits=70, samples_per_second=123_456.0):
+def made_run(*, hbm=0, hits=70, samples_per_second=123_456.0, windows=()):
     """As read from JSON. Each step reads 3 KiB and writes 5; its loss is 1 / step."""
     history = tuple(
         Point(
@@ -183,13 +150,14 @@ def made_run(*, hbm=0, hits=70, samples_per_second=123_456.0):
     )  # fmt: skip
     run = Summary(
         store="run", device="cpu", version=1, commit_id="", interrupted=False, step=STEPS, epochs=1, rows=256 * STEPS,
-        seconds=STEPS / 8, samples_per_second=samples_per_second, loss=0.1, test=Evaluation(10, 0.8125, 0.4375),
+        seconds=STEPS / 8, samples_per_second=samples_per_second, loss=0.1,
+        test=Evaluation(10, 0.8125, 0.4375, {"auc": 0.8125, "auc/a/b=c": 0.5}),
         tiers=Stats(
             TierStats(hits=90, unique=100, capacity_rows=hbm),
             TierStats(hits=hits, unique=100, capacity_rows=8, bytes=2048),
             TierStats(bytes_read=3072 * STEPS, bytes_written=5120 * STEPS),
         ),
-        start_bytes=1, end_bytes=1, bits="0123456789abcdef0123", history=history,
+        start_bytes=1, end_bytes=1, bits="0123456789abcdef0123", history=history, windows=windows,
     )  # fmt: skip
     return json.loads(json.dumps(run.to_dict()))
 
@@ -220,6 +188,11 @@ def test_both_runs_are_in_the_table_and_in_every_plot():
     assert table["bits (SHA-256)"] == ["0123456789abcdef"] * 2
     assert "hit rate of the HBM tier" not in table
     assert "Hit rate of the HBM tier" in Parsed(run_page("HBM", {"one": made_run(hbm=4)})).headings
+    assert table["test AUC of a/b=c"] == ["0.500000"] * 2
+    ends = ({"step": 10, "window_ne": 0.9, "window_calibration": 1.25}, {"step": 40, "window_ne": math.nan})
+    measured = Parsed(run_page("windows", {"one": made_run(windows=ends)}))
+    assert measured.headings[-3:-1] == ["NE of each window", "Calibration of each window"]
+    assert measured.strips[-2:] == [["steps 1 - 10", "one: 0.9 NE"], ["steps 1 - 10", "one: 1.25 mean p over mean y"]]
     names = [heading.partition(":")[0] for heading in page.headings]
     plots = ["Loss, mean of the steps", "Hit rate of the DDR tier", "Read from SSD", "Written to SSD"]
     assert names == ["Answer", *plots, "Figures"]

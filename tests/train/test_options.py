@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import date
 from itertools import chain
 from types import SimpleNamespace
+from typing import get_args
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -20,21 +21,21 @@ import tierstore
 from tests.serve.models.stores import asked
 from tests.train import nets
 from tests.train.nets import REPORTED
+from tierstore.metrics import Measures, MetricName, Metrics, evaluate, training_loss
 from tierstore.serve.messages import InferTensor
 from tierstore.serve.models import Models
 from tierstore.settings.sections import to_dict
-from tierstore.train import ConfigError, metrics
+from tierstore.train import ConfigError
 from tierstore.train.build import build_model, open_data, reader_of_epoch
 from tierstore.train.checkpoint import Position, require_resumable, saved_config
 from tierstore.train.config import ModelSection, RunConfig
-from tierstore.train.metrics import training_loss
 from tierstore.train.readers import DataError
 
-from .readers.rows import bags
+from .readers.rows import bags, category_of
 from .runs import config_of
 from .test_trainer import CrashError, crash, stop_after
 
-ROWS = 96
+ROWS, NAMES = 96, get_args(MetricName)
 TABLES = {"C1": {"dim": 6, "pooling": "mean"}, "C2": {"sparse": "sgd", "sparse_lr": 0.5, "init_range": 0.0}}
 NET = {"model__class": "tests.train.nets:Net", "optimizer__warmup_steps": 4}
 SETTINGS = {
@@ -102,6 +103,7 @@ def test_a_class_has_tables_of_their_own_keys_and_is_committed_whole(run):
 DRAWN = np.random.default_rng(3)
 COLUMNS = {name: DRAWN.integers(0, 2, ROWS).tolist() for name in ("bought", "clicked")}
 COLUMNS |= {"worth": DRAWN.random(ROWS).round(3).tolist(), "user": DRAWN.integers(0, 9, ROWS).tolist()}
+COLUMNS |= {"shop": DRAWN.integers(0, 5, ROWS).tolist(), "city": DRAWN.choice(["DE", "x y", "7", "Ü"], ROWS).tolist()}
 COLUMNS["items"] = [DRAWN.integers(0, 40, int(DRAWN.integers(4))).tolist() for _ in range(ROWS)]
 
 
@@ -112,7 +114,8 @@ def data(request, tmp_path_factory):
     from pyarrow import csv, parquet
 
     names = [name for name in COLUMNS if kind != "csv" or name != "items"]
-    arrays = {name: np.array(COLUMNS[name]) for name in ("worth", "user")}
+    arrays = {name: np.array(COLUMNS[name]) for name in ("worth", "user", "shop")}
+    arrays["city"] = np.array([category_of(each) for each in COLUMNS["city"]])
     arrays |= {"label": np.stack([COLUMNS["bought"], COLUMNS["clicked"]], axis=1), "items": [*chain(*COLUMNS["items"])]}
     arrays["items.offsets"] = np.append(0, np.cumsum([len(each) for each in COLUMNS["items"]]))
     for name, array in arrays.items() if kind == "npy" else ():
@@ -121,7 +124,8 @@ def data(request, tmp_path_factory):
         write = {"parquet": parquet.write_table, "csv": csv.write_csv}[kind]
         write(pa.table({name: COLUMNS[name][begin : begin + 32] for name in names}), folder / f"{begin}.{kind}")
     found = {"path": str(folder), "label_column": ["bought", "clicked"], "weight_column": "worth", "dense_columns": []}
-    found |= {"sparse_columns": names[3:], "train_rows": 0, "test_rows": 0, "test_path": str(folder)}
+    found |= {"train_rows": 0, "test_rows": 0, "test_path": str(folder)}
+    found["sparse_columns"] = [each for each in ("user", "items") if each in names]
     return {f"data__{key}": value for key, value in found.items()} | {"train__batch_size": 16}
 
 
@@ -133,9 +137,9 @@ def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, da
     summary, count = run(**data, data__label_weights=[1, 0.25]), len(data["data__sparse_columns"])
     others = run("a", **data).bits, run("b", **data | {"data__weight_column": ""}).bits
     assert len({summary.bits, *others}) == 3
-    bought, clicked = summary.test.labels
-    assert summary.test.log_loss == pytest.approx((bought.log_loss + 0.25 * clicked.log_loss) / 1.25)
-    assert f"AUC of clicked                  {clicked.auc:.6f}" in summary.describe()
+    found = summary.test.figures
+    assert found["log_loss"] == pytest.approx((found["log_loss/bought"] + 0.25 * found["log_loss/clicked"]) / 1.25)
+    assert f"test AUC of clicked               {found['auc/clicked']:.6f}" in summary.describe()
     inputs = {"dense": InferTensor("FP32", np.empty((2, 0), np.float32))}
     inputs["values"] = InferTensor("INT64", np.arange(2 * count))
     inputs["lengths"] = InferTensor("INT32", np.ones((count, 2), np.int32))
@@ -149,6 +153,52 @@ def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, da
     expected = ((each * weights[:, None]).mean(0) * torch.tensor([2.0, 0.5])).sum()
     torch.testing.assert_close(training_loss(logits, labels, weights, (2.0, 0.5)), expected)
     torch.testing.assert_close(training_loss(logits[:, 0], labels[:, 0], weights), (each[:, 0] * weights).mean())
+
+
+def test_rows_are_measured_by_group_and_segment_in_every_format(run, monkeypatch, data):
+    """Of columns that are no features; as they are scored before their step, weights and all."""
+    given, real = [], Metrics.update
+    monkeypatch.setattr(Metrics, "update", lambda own, *each, **more: (given.append(each), real(own, *each, **more)))
+    keys = {"names": NAMES, "window": 40, "group": "shop", "segment": "city", "segment_values": ["DE", 7]}
+    summary = run(**data, **{f"metrics__{name}": value for name, value in keys.items()}, train__best_by="ne")
+    columns = [torch.cat(each) for each in zip(*given, strict=True)]
+    assert columns[2].tolist() == torch.tensor(COLUMNS["worth"] * 2).tolist()
+    assert [each.tolist() for each in columns[3:]] == [COLUMNS["shop"] * 2, [*map(category_of, COLUMNS["city"])] * 2]
+    measures = Measures(names=NAMES, labels=("bought", "clicked"), segments={category_of("DE"): "city=DE", 7: "city=7"})
+    for window, begin in zip(summary.windows, range(0, 2 * ROWS, 48), strict=True):
+        own = evaluate(*(each[begin : begin + 48] for each in columns), measures=measures).figures
+        assert {f"window_{name}": value for name, value in own.items()}.items() <= window.items()
+    clicked = [each[begin:] for each in (columns[0][:, 1], columns[1][:, 1], *columns[2:])]
+    assert own["gauc/clicked"] == evaluate(*clicked, measures=Measures(names=NAMES)).figures["gauc"]
+    assert summary.test.figures.keys() == own.keys() > {"ne/bought/city=DE", "auc/clicked/city=7", "calibration/other"}
+
+
+METRICS = {"metrics__names": ["ne", "calibration", "gauc"], "metrics__window": 70, "metrics__group": "C26"}
+
+
+def test_windows_of_a_killed_run_go_on_and_change_no_bits(run, monkeypatch, tmp_path):
+    keys = [METRICS | {"train__commit_every": 4, "train__metrics": str(tmp_path / name)} for name in ("a", "b")]
+    whole, again = run("whole", **keys[0]), resumed(run, monkeypatch, 11, keys[1])
+    texts = [(tmp_path / name).read_text().splitlines() for name in ("a", "b")]
+    first, second = ([line for line in lines if '"event": "metrics"' in line] for lines in texts)
+    assert first == second
+    assert [json.loads(each)["step"] for each in first] == [3, 6, 9, 12, 15, 18, 20], "the last one is not full"
+    assert whole.bits == again.bits == run("plain").bits
+    assert f"lifetime GAUC                     {whole.windows[-1]['lifetime_gauc']:.6f}" in whole.describe()
+    more = run("whole", resume=True, **keys[0] | {"train__epochs": 3})
+    assert [each["step"] for each in more.windows] == [21, 24, 27, 30], "the window that was not full goes on"
+    anew = run("whole", resume=True, **keys[0] | {"train__epochs": 4, "metrics__window": 64})
+    assert anew.windows[0]["lifetime_ne"] == anew.windows[0]["window_ne"], "of other metrics there is none"
+    second_order = run("b", **METRICS | {"optimizer__dense": "hessian-free", "metrics__window": 1})
+    alike = run("c", **METRICS | {"metrics__window": 1})
+    assert second_order.windows[0] == pytest.approx(alike.windows[0]), "of the weights before the step"
+
+
+def test_any_metric_may_say_which_version_is_best(run, tmp_path):
+    keys = SETTINGS["tests"] | METRICS | {"train__best_by": "calibration", "train__metrics": str(tmp_path / "a")}
+    whole, lines = run(**keys), map(json.loads, (tmp_path / "a").read_text().splitlines())
+    tests = {each["step"]: abs(each["calibration"] - 1) for each in lines if each["event"] == "test"}
+    assert whole.step == min(tests, key=tests.get)
 
 
 def test_shuffled_rows_are_the_same_from_any_row_on_and_stay_in_their_blocks(folder, run, monkeypatch, data):
@@ -291,7 +341,7 @@ def test_a_class_that_is_another_does_not_resume(run, monkeypatch):
 def test_without_an_auc_the_run_is_committed_and_says_so(run, monkeypatch):
     settings = {"train__test_each_epoch": True, "train__best_by": "auc"}
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "roc_auc", lambda *_: math.nan)
+        patch.setattr("tierstore.metrics._pairs", lambda *_: np.zeros((1, 3)))
         with pytest.raises(DataError, match="test labels are all alike, so there is no AUC"):
             run(**settings)
     REPORTED.clear()
@@ -314,6 +364,9 @@ def test_without_an_auc_the_run_is_committed_and_says_so(run, monkeypatch):
             {"model__class": "a:B", "model__args": {"x": [{"y": date(2026, 1, 2)}]}},
             "model.args = .*: expected no",
         ),
+        ({"metrics__names": ["gauc"]}, r"metrics\.group = ''.*: expected a column"),
+        ({"metrics__segment": "C1"}, r"metrics\.segment_values = .*: expected values with metrics\.segment"),
+        ({"train__best_by": "ne"}, r"best_by = 'ne': expected .*, or a metric of metrics\.names"),
         ({"data__shuffle_rows": 1 << 27}, "shuffle_rows=134217728: expected a whole number from 0 to 67,108,864"),
     ],
 )

@@ -19,6 +19,7 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ..metrics import TITLES
 from ..pool.stats import Stats
 from .messages import Status
 from .watch import WatchReading
@@ -274,7 +275,7 @@ class StateCollector(Collector):
         queued = {(model,): count for model, count in state.queued_samples.items()}
         for name, text in _STATE.items():
             yield _family(Gauge, name, text, of, _fields(states, name))
-        for name in ("version", "log_loss", "rows"):
+        for name in ("version", "rows", *TITLES):
             yield _family(Gauge, f"watch_{name}", "Of the last reading of --watch.", of, _fields(watched, name))
         yield _family(Gauge, "queued_samples", "Samples that wait for a batch.", ["model"], queued)
         for kind, fields in ((Counts, _TIER_COUNTERS), (Gauge, _TIER_GAUGES)):

@@ -1,4 +1,4 @@
-"""The log loss of what is served, on labelled rows, version by version.
+"""The log loss and other metrics of what is served, on labelled rows, version by version.
 
 The store's engine is asked for them as by a client, so what is measured is what clients get: rows as they are kept in
 memory, layers as they are computed.
@@ -6,13 +6,16 @@ memory, layers as they are computed.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
+import torch
 
+from ..metrics import Measures, MetricName, Predictions
 from ..train.build import open_data
 from ..train.config import RunConfig
 from .messages import InferTensor, ServeError, Status
@@ -28,21 +31,26 @@ Score = Callable[[Mapping[str, InferTensor]], Awaitable[tuple[Any, int]]]
 
 
 class LabelledRows(NamedTuple):
-    """A request to the ranking model, and the labels of its rows: bool [B]."""
+    """A request to the ranking model, and of its rows the labels, bool [B], and weights and groups, or None."""
 
     inputs: Mapping[str, InferTensor]
     labels: Any
+    of_rows: tuple[Any, ...] = ()
 
 
 class WatchReading(NamedTuple):
-    """``version``: that of the first row. ``log_loss``: the mean over the watched rows, in nats. ``holds``: whether it
-    is within the bound."""
+    """``version``: that of the first row. Metrics of the watched rows, GAUC if the run has groups. ``holds``: whether
+    the log loss is within the bound."""
 
     version: int
     log_loss: float
     rows: int
     holds: bool
     commit_id: str = ""
+    ne: float = math.nan
+    calibration: float = math.nan
+    auc: float = math.nan
+    gauc: float = math.nan
 
 
 def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
@@ -52,9 +60,11 @@ def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: in
     found = []
     for rows in reader.read_chunks(0, max_rows, min(batch_rows, _REQUEST_ROWS)):
         dense = InferTensor("FP32", np.nan_to_num(rows.dense, nan=0.0))
-        values = InferTensor("INT64", np.concatenate(rows.categories.columns))
-        lengths = InferTensor("INT32", np.diff(rows.categories.offsets).astype(np.int32))
-        found.append(LabelledRows({"dense": dense, "values": values, "lengths": lengths}, rows.labels > 0))
+        columns, offsets = (each[: len(reader.schema.sparse)] for each in rows.categories)
+        values = InferTensor("INT64", np.concatenate(columns))
+        lengths = InferTensor("INT32", np.diff(offsets).astype(np.int32))
+        inputs, keys = {"dense": dense, "values": values, "lengths": lengths}, reader.keys_of(rows, reader.schema.group)
+        found.append(LabelledRows(inputs, rows.labels > 0, (rows.weights, keys)))
     if not found:
         raise ValueError(f"{path} has no rows to watch the loss on")
     return found
@@ -76,24 +86,23 @@ class Watch:
         """Ask for every row, keep the reading, and log it: as a warning if the bound does not hold. ServeError: what
         the engine refuses; UNAVAILABLE: the version changed as it began. Of later rows a newer version may be served: a
         reading ends however often versions come."""
-        losses, commit_id, versions = [], self._commit_id(), list[int]()
+        found, commit_id, versions = Predictions(), self._commit_id(), list[int]()
         for each in self._rows:
             begun = time.monotonic()
             probabilities, version = await self._score(each.inputs)
             versions.append(version)
             if len(versions) == 1 and self._commit_id() != commit_id:
                 raise ServeError(Status.UNAVAILABLE, "the version changed as its loss was measured; measure again")
-            right = np.where(each.labels, probabilities, 1 - probabilities.astype(np.float64))
-            losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
+            chances = torch.from_numpy(np.clip(probabilities.astype(np.float64), _LEAST, 1 - _LEAST))
+            found.add(each.labels, torch.logit(chances), *each.of_rows)
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
-        every = np.concatenate(losses)
-        loss = float(every.mean())
+        rows, _, loss, figures = found.evaluate(Measures(names=get_args(MetricName)))
         first = self._first.log_loss if self._first else loss
-        found = self.last = WatchReading(versions[0], loss, len(every), loss / first - 1 <= self._bound, commit_id)
-        self._first = self._first or found
-        level, then = (logging.INFO, "") if found.holds else (logging.WARNING, ", above the bound")
-        others = "" if version == found.version else f" (to {version} in the end)"
-        message = "%s: version %d%s has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
         above = 100 * (loss / first - 1)
-        _LOG.log(level, message, self._store, found.version, others, loss, len(every), above, self._first.version, then)
-        return found
+        reading = WatchReading(versions[0], rows=rows, holds=above <= 100 * self._bound, commit_id=commit_id, **figures)
+        self.last, self._first = reading, self._first or reading
+        level, then = (logging.INFO, "") if reading.holds else (logging.WARNING, ", above the bound")
+        others = "" if version == reading.version else f" (to {version} in the end)"
+        message = "%s: version %d%s has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
+        _LOG.log(level, message, self._store, reading.version, others, loss, rows, above, self._first.version, then)
+        return reading

@@ -20,6 +20,8 @@ from ..dist import TowerTieredEmbeddingBagCollection
 from ..dist.placement.towers import Names, partition, similarity_of
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..ids.texts import text_categories
+from ..kernels.arrays import Int64s
+from ..metrics import Measures, MetricName, Metrics
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..nn.module import Placeholder
@@ -27,7 +29,7 @@ from ..optim.configs import RULES
 from ..settings.sections import ConfigError, nearest
 from ..store import Store, open_store
 from ..trace import TableTrace, Trace
-from .config import DataSection, RunConfig
+from .config import RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
 from .readers.arrow import ArrowReader
@@ -46,6 +48,8 @@ class Run(NamedTuple):
     clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
     curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
     label_weights: tuple[float, ...] = ()
+    measures: Measures = Measures()  # of test rows
+    metrics: Metrics = Metrics(Measures(names=()))  # of training rows
 
     @property
     def local(self) -> Store:
@@ -92,12 +96,12 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
-    return _open(data, data.path), FeatureHasher(config.table_sizes, mode=data.hashing)
+    return _open(config, data.path), FeatureHasher(config.table_sizes, mode=data.hashing)
 
 
 def open_test_data(config: RunConfig, reader: Reader) -> Reader:
     """The reader of ``data.test_path``; without one that of the training data. ValueError: it cannot be read."""
-    return _open(config.data, config.data.test_path) if config.data.test_path else reader
+    return _open(config, config.data.test_path) if config.data.test_path else reader
 
 
 def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
@@ -110,9 +114,11 @@ def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
     return ShuffledReader(reader, size, key) if size else reader
 
 
-def _open(data: DataSection, path: str) -> Reader:
+def _open(config: RunConfig, path: str) -> Reader:
+    data = config.data
     columns: Any = {"label": data.label_column, "dense": data.dense_columns, "sparse": data.sparse_columns}
-    schema = Schema(**columns, weight=data.weight_column, rule=data.rule, longest=data.max_list_length)
+    columns |= {"weight": data.weight_column, "group": config.metrics.group, "segment": config.metrics.segment}
+    schema = Schema(**columns, rule=data.rule, longest=data.max_list_length)
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
@@ -124,10 +130,8 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
     if column not in columns:
         raise ValueError(f"column={column!r}: {nearest(column, columns)}")
     values: Any = categories.tolist() if isinstance(categories, Tensor) else list(categories)
-    rule = config.data.rule
-    texts = iter(text_categories([each.encode() for each in values if not isinstance(each, int)], rule).tolist())
-    found = np.array([each if isinstance(each, int) else next(texts) for each in values], np.int64)
-    at = next((i for i, each in enumerate(values) if each == "" or found[i] < rule.least), None)
+    found = _categories(config, values)
+    at = next((i for i, each in enumerate(values) if each == "" or found[i] < config.data.rule.least), None)
     if at is not None:
         raise ValueError(
             f"categories[{at}]={values[at]!r} stands for a missing category, which has no row: leave it out"
@@ -135,6 +139,20 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
     bags = [found if each == column else found[:0] for each in columns]
     given = Categories.of_columns(bags, [int(each == column) for each in columns], len(found))
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
+
+
+def _categories(config: RunConfig, values: Sequence[str | int]) -> Int64s:
+    texts = [each.encode() for each in values if not isinstance(each, int)]
+    hashed = iter(text_categories(texts, config.data.rule).tolist())
+    return np.array([each if isinstance(each, int) else next(hashed) for each in values], np.int64)
+
+
+def _measures(config: RunConfig, *names: MetricName) -> Measures:
+    section, labels = config.metrics, config.data.labels if len(config.data.labels) > 1 else ()
+    categories = _categories(config, section.segment_values).tolist()
+    segments = {at: f"{section.segment}={value}" for at, value in zip(categories, section.segment_values, strict=True)}
+    every = tuple(dict.fromkeys((*names, *section.names)))
+    return Measures(names=every, labels=labels, label_weights=config.data.label_weights, segments=segments)
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
@@ -161,7 +179,8 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
         options = {"curvature": section.curvature, "products": section.curvature_products}
         options["average"] = lambda tensors: processes.average(tensors, torch.zeros(()), False)
     rule = rules.get(section.dense, optim.HessianFree)
-    given = section.dense_clip_norm, section.curvature_share, config.data.label_weights
+    measures = _measures(config, "auc", "log_loss"), Metrics(_measures(config), window=config.metrics.window)
+    given = section.dense_clip_norm, section.curvature_share, config.data.label_weights, *measures
     optimizer: torch.optim.Optimizer = rule(dense_parameters(model).values(), **options)
     return Run(store, model, embeddings, optimizer, processes, *given)
 

@@ -30,7 +30,7 @@ _FREE_KEYS: Final = frozenset(
         *("train.epochs", "train.prefetch_depth", "train.commit_every", "train.check_finite"),
     }
 )
-"""Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""
+"""Keys that may differ when a run continues, besides [store] and [metrics]: they change no result, or only its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
     if bad := [name for name, each in looked_at.items() if not each.isfinite().all()]:
         raise NonFiniteError(f"{bad[0]} is not finite")
     tensors["rng"] = torch.get_rng_state()
+    tensors |= {f"metrics.{name}": each for name, each in run.metrics.state_dict(run.processes.gather).items()}
     extra: dict[str, Any] = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
     extra[_EXTRA_KEY]["files"] = [list(file) for file in files]
     return run.processes.commit(run.store, extra, tensors)
@@ -134,15 +135,15 @@ def _differing(other: Mapping[str, Mapping[str, Any]], config: RunConfig) -> str
     return "; ".join(
         f"{section}.{key} = {there!r}, not {value!r}"
         for section, keys in to_dict(config).items()
-        if section != "store"
+        if section not in ("store", "metrics")
         for key, value in keys.items()
         if f"{section}.{key}" not in _FREE_KEYS
         and (there := other.get(section, {}).get(key, defaults[section][key])) != value
     )
 
 
-def restore_run(run: Run) -> Position:
-    """Put the run where its store's last commit left it; the start if nothing was ever committed."""
+def restore_run(run: Run, config: RunConfig | None = None) -> Position:
+    """Put the run where its store's last commit left it, or the start; its metrics if ``config`` has that [metrics]."""
     if not run.store.version:
         return Position()
     saved = _saved(run.store)
@@ -158,6 +159,9 @@ def restore_run(run: Run) -> Position:
             states[index] = state
     run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
+    if config and config.metrics.names and saved["config"].get("metrics") == to_dict(config)["metrics"]:
+        kept = {name.removeprefix("metrics."): each for name, each in tensors.items() if name.startswith("metrics.")}
+        run.metrics.load_state_dict(kept, rank=run.processes.rank)
     position = Position(**saved["position"])
     best = 0 if position.best is None else position.best_version or run.store.version
     return replace(position, best_version=best)

@@ -18,6 +18,7 @@ from ..dist.placement.towers import load_towers
 from ..dist.ranks import Precision
 from ..io.log import DEFAULT_SLACK
 from ..layout import MAX_ROWS
+from ..metrics import MetricName
 from ..optim.configs import RuleName
 from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, nearest, option, table_option
@@ -26,7 +27,7 @@ from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
 from .readers.categories import Hashing
 
-_MAX_THREADS, _MAX_WIDTH, _MAX_LAYERS = 1024, 1 << 20, 1000
+_MAX_THREADS, _MAX_WIDTH, _MAX_LAYERS, _MAX_SEGMENTS = 1024, 1 << 20, 1000, 100
 _MAX_COUNT, _MAX_TIMEOUT, _MAX_RATE = (1 << 63) - 1, 1 << 20, 1e30
 """Bounds far above any use, so that a typing error is reported at once and not by what overflows later."""
 
@@ -249,7 +250,7 @@ class TrainSection(Checked):
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
     test_every_steps: int = option(0, "evaluate after so many steps, too; 0: not", low=0, high=_MAX_COUNT)
     test_every_minutes: float = option(0.0, "evaluate when so many have passed; 0: not", low=0, high=_MAX_RATE)
-    best_by: Literal["log_loss", "auc"] = option("log_loss", "figure of the test rows that says which version is best")
+    best_by: MetricName = option("log_loss", "figure of the test rows that says which version is best")
     patience: int = option(0, "end after so many tests in turn that are not the best; 0: never", low=0)
     keep_best: bool = option(False, "keep the version that tests best; in the end the store shows that one")
     callbacks: tuple[str, ...] = option((), 'called with a Record after each step, test and commit: "package:function"')
@@ -258,6 +259,17 @@ class TrainSection(Checked):
     tensorboard: str = option("", 'folder for TensorBoard, of the same figures; "": none')
     check_finite: Literal["none", "log", "error"] = option("none", 'NaN in updates: "log" it, or end by an "error"')
     torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSection(Checked):
+    """[metrics]: of training rows, as the model scores them before their step, and of test rows."""
+
+    names: tuple[MetricName, ...] = option((), 'of "ne", "calibration", "auc", "gauc" and "log_loss"; []: none')
+    window: int = option(100_000, "training rows of a window; the next one begins where it ends", low=1, high=1 << 27)
+    group: str = option("", 'column by whose values "gauc" groups rows, as "user_id"')
+    segment: str = option("", "column whose segment_values have figures of their own")
+    segment_values: tuple[int | str, ...] = option((), 'those values, as ["DE", "US"]; the others are one segment')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +299,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
     ranks: RanksSection = field(default_factory=RanksSection)
 
     def __post_init__(self) -> None:
@@ -301,6 +314,12 @@ class RunConfig:
         wanted, good = self.train.patience or self.train.keep_best, self.data.has_test and any(tests)
         expected = "none without test rows and train.test_each_epoch, test_every_steps or test_every_minutes"
         _require(good or not wanted, "train.patience or keep_best", wanted, expected)
+        metrics, values = self.metrics, self.metrics.segment_values
+        _require(bool(metrics.group) or "gauc" not in metrics.names, "metrics.group", "", 'a column, for "gauc"')
+        good, expected = bool(metrics.segment) == bool(values), "values with metrics.segment, none without; up to 100"
+        _require(good and len(values) <= _MAX_SEGMENTS, "metrics.segment_values", values, expected)
+        good = self.train.best_by in ("log_loss", "auc", *metrics.names)
+        _require(good, "train.best_by", self.train.best_by, '"log_loss", "auc", or a metric of metrics.names')
         good, expected = self.data.has_test or not any(tests[1:]), "none without data.test_rows or data.test_path"
         _require(good, "train.test_every_steps or test_every_minutes", max(tests[1:]), expected)
         sizes = self.embedding.num_embeddings

@@ -27,6 +27,7 @@ from ..ids.texts import STEP
 from ..kernels.arrays import Bytes, Float64s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
+from ..metrics import Evaluation, Predictions
 from ..settings.sections import to_toml
 from ..system.checks import require_int
 from ..system.files import make_directory, names_in, write_text
@@ -35,7 +36,6 @@ from ..system.sizes import format_size
 from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .metrics import Evaluation, Predictions
 from .summary import run_page, table_of
 from .trainer import command_name, warm_up
 

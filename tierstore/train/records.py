@@ -17,14 +17,14 @@ class Record(NamedTuple):
     """What a run has just done.
 
     Attributes:
-        event: "step"; "test", of the test rows; "commit", once it is durable.
+        event: "step"; "metrics", of a window that ends; "test", of the test rows; "commit", once it is durable.
         step, epoch: steps since the run was begun, and whole epochs; of a commit, those that it holds.
         rows: trained on since this process began.
-        figures: of a step ``loss``, the batch's mean, a scalar Tensor: ``float(loss)`` waits for the device. Of a test
-            ``auc``, ``log_loss``, and of several labels each ``auc/NAME``, ``log_loss/NAME``. Of a commit ``version``.
+        figures: of a step ``loss``, the batch's mean, a scalar Tensor: ``float(loss)`` waits for the device. Of metrics
+            as ``Metrics.compute`` gives, of a test as ``Evaluation.figures``. Of a commit ``version``.
     """
 
-    event: Literal["step", "test", "commit"]
+    event: Literal["step", "metrics", "test", "commit"]
     step: int
     epoch: int
     rows: int

@@ -15,12 +15,12 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..metrics import TITLES, Evaluation
 from ..pool.stats import Stats
 from ..report import Line, Section, Step, figure, page_of
 from ..system.files import write_text
 from ..system.sizes import format_count, format_size
 from .build import Run, dense_state
-from .metrics import Evaluation
 
 _DIGEST_ROWS: Final = 65_536
 _BITS: Final = "bits (SHA-256)"
@@ -57,6 +57,7 @@ class History:
         self._started = time.perf_counter()
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
+        self.windows: list[dict[str, float]] = []  # as of ``Metrics.compute``, with their last step; at most 200
         self._before = _totals(tiers())
         self._marks = [self._mark()]
         """Points, and their sums of losses, which a device may still compute."""
@@ -80,6 +81,12 @@ class History:
             if len(self._marks) > RANGES_MAX:
                 del self._marks[1::2]
                 self._width *= 2
+
+    def window(self, figures: Mapping[str, float]) -> None:
+        """Keep the metrics of a window that ends here; of every second one, fourth, as they come to be too many."""
+        self.windows.append({"step": self._step, **figures})
+        if len(self.windows) > RANGES_MAX:
+            del self.windows[::2]
 
     def close(self) -> None:
         """End it: what was done since the last step, as its commit, counts to the last range."""
@@ -146,14 +153,15 @@ class Summary:
     ranks: tuple[RankSummary, ...] = ()  # of each rank, in order; none of one process
     history: tuple[Point, ...] = ()
     """Totals over the steps of this process, the last as the fields above say them; over ranks of all together."""
+    windows: tuple[dict[str, float], ...] = ()  # as of ``History``
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; an AUC that is not defined and losses that are not finite are null."""
         fields = asdict(self) | {"loss": None if self.loss is None else _finite(self.loss)}
         if self.test is not None:
-            test = {name: _finite(getattr(self.test, name)) for name in ("rows", "auc", "log_loss")}
-            labels = {name: {"auc": _finite(auc), "log_loss": _finite(loss)} for name, auc, loss in self.test.labels}
-            fields["test"] = test | ({"labels": labels} if labels else {})
+            test = {"rows": self.test.rows, **self.test.figures}
+            fields["test"] = {name: _finite(value) for name, value in test.items()}
+        fields["windows"] = [{name: _finite(value) for name, value in each.items()} for each in self.windows]
         fields["tiers"] = _tiers_to_dict(self.tiers)
         fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
         fields["history"] = [{**each._asdict(), "loss_sum": _finite(each.loss_sum)} for each in self.history]
@@ -184,9 +192,12 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
         more = max(epochs, run.get("ended", 0)) + 1
         trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {more} goes on"
     figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
-    losses = {"training loss": run["loss"], "test AUC": test.get("auc"), "test log loss": test.get("log_loss")}
-    for name, own in test.get("labels", {}).items():
-        losses |= {f"  AUC of {name}": own["auc"], f"  log loss of {name}": own["log_loss"]}
+    losses = {"training loss": run["loss"]}
+    last: dict[str, Any] = next(reversed(run.get("windows", ())), {})
+    for name, value in (last | {f"test_{name}": value for name, value in test.items()}).items():
+        kind, _, metric = name.partition("_")
+        metric, *of = metric.split("/", 1)
+        losses |= {" of ".join([f"{kind} {TITLES[metric]}", *of]): value} if metric in TITLES else {}
     figures |= {name: "" if value is None else f"{value:.6f}" for name, value in losses.items()}
     if rows and hbm["capacity_rows"]:
         figures["HBM tier: rows, index"] = format_size(hbm["bytes"])
@@ -248,6 +259,10 @@ def run_page(title: str, runs: Mapping[str, dict[str, Any]], *, notes: Sequence[
                     steps.append(Step(a["step"] + 1, b["step"], rate.times * (b[rate.total] - a[rate.total]) / by))
             lines.append(Line(name, tone, steps))
         plots += figure(rate.title, lines, unit=rate.unit, low=rate.low)
+    for heading, unit, key in (("NE", "NE", "window_ne"), ("Calibration", "mean p over mean y", "window_calibration")):
+        ends = [itertools.pairwise([run["history"][0], *run.get("windows", ())]) for run in runs.values()]
+        drawn = [[Step(a["step"] + 1, b["step"], b[key]) for a, b in own if b.get(key) is not None] for own in ends]
+        plots += figure(f"{heading} of each window", [*map(Line, runs, ("c1", "c2"), drawn)], unit=unit)
     return page_of(title, [Section("Answer", [*notes, *described]), *plots, Section("Figures", table=table_of(runs))])
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..metrics import TITLES, training_loss
 from ..models import Towers, box_sharpness, hessian_eigenvalues
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..report import Line, Section, Step, figure, page_of
@@ -34,7 +35,6 @@ from ..system.terminal import columns_of
 from .build import build_model, look_here, open_data
 from .checkpoint import load_model, saved_config
 from .config import RunConfig, load, parse_override
-from .metrics import training_loss
 
 SEED: Final = "train.seed"
 MAX_RUNS: Final = 10_000
@@ -203,8 +203,7 @@ class Measure(NamedTuple):
 
 
 MEASURES: Final = (
-    Measure("AUC", "AUC", ".4f", lambda result: (result["test"] or {}).get("auc")),
-    Measure("log loss", "log loss", ".4f", lambda result: (result["test"] or {}).get("log_loss")),
+    *(Measure(name, name, ".4f", lambda run, key=key: (run["test"] or {}).get(key)) for key, name in TITLES.items()),  # type: ignore[misc]
     Measure("training loss", "log loss", ".4f", lambda result: result["loss"]),
     Measure("steps", "steps", ",.0f", lambda result: result["step"]),
     Measure("seconds", "s", ",.1f", lambda result: result["seconds"]),

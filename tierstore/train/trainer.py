@@ -26,6 +26,7 @@ from tqdm import tqdm
 from ..dist import own_tensors
 from ..errors import NonFiniteError, TierstoreError
 from ..kernels.jit import JIT_ENABLED
+from ..metrics import TITLES, Evaluation, Predictions, training_loss
 from ..nn.prefetch import prefetch
 from ..optim import HessianFree
 from ..pool.stats import total
@@ -38,7 +39,6 @@ from ..system.sizes import format_size
 from .build import Run, build_run, dense_parameters, open_data, open_run_store, open_test_data, reader_of_epoch
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
 from .config import OptimizerSection, RunConfig, TrainSection
-from .metrics import Evaluation, Predictions, training_loss
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
 from .records import Record, Thinned, listeners
@@ -136,6 +136,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             recorded=None if recorder is None else recorder.describe(),
             ranks=tuple(ranks) if processes.size > 1 else (),
             history=history,
+            windows=tuple(training.history.windows),
         )
 
 
@@ -219,7 +220,7 @@ class _Training:
     def __init__(self, config: RunConfig, reader: Reader, test_reader: Reader, hasher: FeatureHasher, run: Run) -> None:
         self.run, self._config, self._hasher = run, config, hasher
         self._reader, self._test_reader = reader, test_reader
-        self.position = restore_run(run)
+        self.position = restore_run(run, config)
         self.start_bytes = own_bytes()
         self.history = History(run.local.stats, step=self.position.step)
         rows = config.data.train_rows or reader.num_rows or 0  # of an epoch
@@ -246,6 +247,8 @@ class _Training:
             self._go_on()
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
+            if self.is_whole and self.history.samples and self.run.metrics.rows:
+                self._measure()
             if self._config.train.keep_best and self.is_whole:
                 self._show_best()
             self._end_commit()
@@ -279,7 +282,8 @@ class _Training:
         version = self.position.best_version
         if self.position.tests_since and version in self.run.local.versions:
             self.run.store.rollback(version)
-            self.position = replace(restore_run(self.run), best_version=0, ended=self._config.train.epochs)
+            position = restore_run(self.run, self._config)
+            self.position = replace(position, best_version=0, ended=self._config.train.epochs)
             self.progress.say(f"version {version} tested best, at step {self.position.step:,}")
 
     def _train_epoch(self, stop: StopRequest) -> None:
@@ -299,6 +303,8 @@ class _Training:
                 self.position = replace(self.position, step=step, row=row)
                 self.progress.step(batch.total_rows)
                 self._report("step", self.position, loss=loss)
+                if self.run.metrics.is_full:
+                    self._measure()
                 if self._stopped:
                     return
                 seconds, tests_every = 60 * section.test_every_minutes, section.test_every_steps
@@ -319,6 +325,12 @@ class _Training:
         if section.test_each_epoch:
             self._test(f"epoch {self.position.epoch:,}")
 
+    def _measure(self) -> None:
+        """Report the metrics of the window so far."""
+        figures = self.run.metrics.compute(self.run.processes.gather)
+        self.history.window(figures)
+        self._report("metrics", self.position, **figures)
+
     def _test(self, when: str) -> None:
         """Test unless that was done, and commit before it and with what came out, which may end the run."""
         section = self._config.train
@@ -327,13 +339,14 @@ class _Training:
         self._end_commit()
         if self.position != self._commit[0]:
             self._begin_commit()  # before what the test data may be
-        rows, auc, loss, _ = self.evaluate()
-        if section.best_by == "auc" and math.isnan(auc):
-            raise DataError("test labels are all alike, so there is no AUC: test others, or train by log_loss")
+        rows, auc, loss, figures = self.evaluate()
+        by, best = section.best_by, figures[section.best_by]
+        if math.isnan(best):
+            raise DataError(f"test labels are all alike, so there is no {TITLES[by]}: test others, or go by log_loss")
         self._tested_at = time.monotonic()
         self.run.model.train()
         self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
-        self.position = self.position.after(loss if section.best_by == "log_loss" else -auc)
+        self.position = self.position.after({"calibration": abs(best - 1), "auc": -best, "gauc": -best}.get(by, best))
         if section.patience and self.position.tests_since >= section.patience:
             self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
             self.position = replace(self.position, ended=section.epochs)
@@ -362,7 +375,7 @@ class _Training:
                 self.progress.say(f"step {position.step:,}: committed version {version}{of_loss}")
             self._report("commit", position, version=version)
 
-    def _report(self, event: Literal["step", "test", "commit"], position: Position, **figures: Any) -> None:
+    def _report(self, event: Literal["step", "metrics", "test", "commit"], position: Position, **figures: Any) -> None:
         record = Record(event, position.step, position.epoch, self.history.samples, figures)
         for call in self.listeners:
             call(record)
@@ -391,13 +404,13 @@ class _Training:
         batches = self._batches(self._test_reader, first, first + data.test_rows if data.test_rows else None)
         with contextlib.closing(batches):
             for batch in batches:
-                predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
+                logits = self.run.model(batch.dense, batch.sparse).cpu()
+                predictions.add(batch.labels.cpu(), logits, batch.weights, *batch.keys)
         every = Predictions.merged(self.run.processes.gather(predictions))
-        found = every.evaluate(data.labels, data.label_weights)
+        found = every.evaluate(self.run.measures)
         self._tested = self.position.step, found
         if self.position.tested != self.position.step:  # else it was reported
-            each = {f"{key}/{own.name}": getattr(own, key) for own in found.labels for key in ("auc", "log_loss")}
-            self._report("test", self.position, auc=found.auc, log_loss=found.log_loss, **each)
+            self._report("test", self.position, **found.figures)
         return found
 
 
@@ -449,7 +462,9 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     if isinstance(run.optimizer, HessianFree):
         loss = _hessian_free_step(run, run.optimizer, batch, share)
         return run.processes.average([], loss, wants_stop())
-    loss = _loss(run, run.model(batch.dense, batch.sparse), batch) * share
+    logits = run.model(batch.dense, batch.sparse)
+    run.metrics.update(batch.labels, logits, batch.weights, *batch.keys, total_rows=batch.total_rows)
+    loss = _loss(run, logits, batch) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     dense, own = dense_parameters(run.model), own_tensors(run.model)
@@ -471,10 +486,12 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
 def _hessian_free_step(run: Run, optimizer: HessianFree, batch: Batch, share: float) -> Tensor:
     """Rows are looked up once: the optimizer evaluates the dense part alone."""
     pooled = run.model.embeddings(batch.sparse).values()
-    part = slice(math.ceil(len(batch) * run.curvature_share))
+    part, first = slice(math.ceil(len(batch) * run.curvature_share)), iter([batch])
 
     def evaluated(pooled: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         logits = run.model.dense_part(batch.dense[rows], pooled[rows])
+        for own in first:  # not of the weights that the line search tries
+            run.metrics.update(own.labels, logits, own.weights, *own.keys, total_rows=own.total_rows)
         return _loss(run, logits, batch, rows) * share, logits
 
     loss: Tensor = optimizer.step(lambda: evaluated(pooled, slice(None)), lambda: evaluated(pooled.detach(), part))

@@ -103,7 +103,7 @@ def write_update(
     version: int | Opened | None = None,
     only: Int64s | None = None,
 ) -> Update:
-    """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the optimizer's.
+    """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the trainer's.
 
     The rows that were written since that version are sent; if it is not in the lineage of the current one, every row
     that was ever written; then ``header.since`` is 0. The store is opened read-only and may be trained on meanwhile.
@@ -132,7 +132,8 @@ def write_update(
             )
         sent, tensors, extra = unpack(tier.version, tier.payload), {}, {}
         if only is None:
-            tensors = {name: each for name, each in unpack_tensors(sent).items() if not name.startswith("optimizer.")}
+            every = unpack_tensors(sent).items()
+            tensors = {name: each for name, each in every if not name.startswith(("optimizer.", "metrics."))}
             extra = {key: value for key, value in sent.extra.items() if key != ORIGIN_KEY}
         writer.add_payload(pack({}, extra, tensors, NO_LINEAGE))
         origin, lineage = source_in(manifest, tier)

@@ -60,7 +60,8 @@ def open_reader(
     path = _near(str(path))
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
-    is_criteo = schema == replace(CRITEO_SCHEMA, rule=schema.rule, longest=schema.longest)
+    own = {name: getattr(schema, name) for name in ("rule", "longest", "group", "segment")}
+    is_criteo = schema == replace(CRITEO_SCHEMA, **own) and schema.categorical == schema.sparse
     if data_format == "auto":
         data_format = _guess(path, is_criteo=is_criteo)
     if schema.times and data_format not in ("parquet", "npy"):

@@ -176,7 +176,7 @@ class _Record:
             for column, name in enumerate(schema.dense):
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
         bags, times = list[Any](), list[Any]()
-        for name in schema.sparse:
+        for name in schema.categorical:
             elements, places = self._lists(name)
             values, is_there = self._categories(name, elements, schema.rule, places)
             offsets: Any = 1 if places is None else places

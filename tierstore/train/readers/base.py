@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...ids.texts import FROM_ZERO, CategoryRule
+from ...ids.texts import FROM_ZERO, MISSING, CategoryRule
 from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn.jagged import KeyedJaggedTensor
 from .categories import Categories, FeatureHasher, OutsideTableError
@@ -31,6 +31,7 @@ class DataError(ValueError):
 class Schema:
     """Which columns a row has: a label or several, C dense ones, which may be none, F categorical ones, the model's
     feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become.
+    ``group``, ``segment``: categorical columns of metrics, which may be the model's, too.
     ``longest``: how many of a list are kept, the last ones; 0: all.
     ``times``: pairs of a categorical column and one that has a time for each of its values."""
 
@@ -39,6 +40,8 @@ class Schema:
     sparse: tuple[str, ...]
     rule: CategoryRule = FROM_ZERO
     weight: str = ""
+    group: str = ""
+    segment: str = ""
     longest: int = 0
     times: tuple[tuple[str, str], ...] = ()
 
@@ -50,7 +53,12 @@ class Schema:
     @property
     def columns(self) -> list[str]:
         """The names of all."""
-        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.sparse, *self.time_columns]
+        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.categorical, *self.time_columns]
+
+    @property
+    def categorical(self) -> tuple[str, ...]:
+        """The names of columns of categories, the model's first."""
+        return tuple(dict.fromkeys((*self.sparse, *filter(None, (self.group, self.segment)))))
 
     def __post_init__(self) -> None:
         names = self.columns
@@ -83,7 +91,7 @@ class RawRows(NamedTuple):
     """[n], or [n, L] of several: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
-    categories: Categories  # of F columns
+    categories: Categories  # of ``Schema.categorical``
     times: Categories | None = None  # of ``Schema.time_columns``, in bags as those of their categorical columns
     weights: Floats | None = None
     """[n], 0 or more."""
@@ -123,6 +131,7 @@ class Batch:
     total_rows: int  # of the batch that this is a part of; B if it is whole
     weights: Tensor | None = None
     times: KeyedJaggedTensor | None = None  # int64, by their columns; one for each id of the categorical column
+    keys: tuple[Tensor | None, ...] = (None, None)  # of ``Schema.group`` and ``segment``: int64 [B], -1 for none
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -185,7 +194,7 @@ class Reader(ABC):
 
         def read() -> Iterator[Batch]:
             row = start_row
-            lows: set[float] = set()
+            lows, count = set[float](), len(self.schema.sparse)
             for whole in self.read_chunks(start_row, stop_row, batch_size):
                 total = len(whole.labels)
                 lows.update(low for low in (-1.0, 0.0) if low in whole.labels)
@@ -196,7 +205,8 @@ class Reader(ABC):
                 first = total * part // parts
                 rows = whole if parts == 1 else whole.take(np.arange(first, total * (part + 1) // parts))
                 try:
-                    values, offsets = map(torch.from_numpy, hasher(rows.categories.last(self.schema.longest)))
+                    features = Categories(rows.categories.columns[:count], rows.categories.offsets[:count])
+                    values, offsets = map(torch.from_numpy, hasher(features.last(self.schema.longest)))
                 except OutsideTableError as error:
                     place = f"{self.place(row + first + error.row)}, column {self.schema.sparse[error.column]}"
                     raise DataError(f"{place}: {error}") from None
@@ -207,12 +217,23 @@ class Reader(ABC):
                     total_rows=total,
                     weights=None if rows.weights is None else torch.from_numpy(rows.weights),
                     times=None if rows.times is None else self._jagged(rows.times.last(self.schema.longest)),
+                    keys=(self.keys_of(rows, self.schema.group), self.keys_of(rows, self.schema.segment)),
                 )
                 row += total
             if stop_row is not None and row < stop_row:
                 raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
 
         return read()
+
+    def keys_of(self, rows: RawRows, name: str) -> Tensor | None:
+        """The first category of each row in a column, int64 [n], -1 for none; None: there is no name."""
+        if not name:
+            return None
+        column = self.schema.categorical.index(name)
+        begins, lengths = rows.categories.offsets[column, :-1], np.diff(rows.categories.offsets[column])
+        found = np.full(len(begins), MISSING)
+        found[lengths > 0] = rows.categories.columns[column][(begins - begins[:1])[lengths > 0]]
+        return torch.from_numpy(found)
 
     def _jagged(self, times: Categories) -> KeyedJaggedTensor:
         values, lengths = np.concatenate(times.columns), np.diff(times.offsets)

@@ -57,7 +57,7 @@ class CsvReader(ArrowReader):
         text = _Text(file, quoting=self._quoting)
         # Texts as bytes: what they stand for is decided by each field, not by the first ones of a column.
         types = dict.fromkeys(self.schema.columns, pa.float64())
-        types |= dict.fromkeys((*self.schema.sparse, *self.schema.labels), pa.binary())
+        types |= dict.fromkeys((*self.schema.categorical, *self.schema.labels), pa.binary())
         convert = pyarrow.csv.ConvertOptions(
             column_types=types, null_values=[""], strings_can_be_null=True, include_columns=self._columns
         )

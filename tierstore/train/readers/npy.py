@@ -47,9 +47,9 @@ class NpyReader(Reader):
 
     - ``label.npy`` [N], or [N, L] of several: 0 or 1, or else -1 or 1. Of weights, their column's ``NAME.npy`` [N].
     - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
-    - ``sparse.npy`` [N, F]: one category a column. Or an array for each column: ``NAME.npy`` [N], or [N, K] for up to K
-      categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
-      ``offsets[r + 1]``. Times of a categorical column have a shape of their own, of as many a row.
+    - ``sparse.npy`` [N, F]: one category a column, then those of group and segment. Or an array for each column:
+      ``NAME.npy`` [N], or [N, K] for up to K categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row
+      r has those from ``offsets[r]`` to ``offsets[r + 1]``. Times of a categorical column have as many a row.
 
     Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
     -1 is. DataError where a file is missing, is no array of the right kind, or is longer than another.
@@ -71,12 +71,12 @@ class NpyReader(Reader):
         self._matrix: NDArray[Any] | None = None
         self._columns: list[_Column] = []
         if (self.path / "sparse.npy").exists():
-            self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.sparse),))
+            self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.categorical),))
             lengths["sparse.npy"] = len(self._matrix)
             if schema.times:
                 self._columns = [_Column(self.path / "sparse.npy", each, 1, len(each)) for each in self._matrix.T]
         else:
-            self._columns = [_Column.open(self.path, name, len(self._label)) for name in schema.sparse]
+            self._columns = [_Column.open(self.path, name, len(self._label)) for name in schema.categorical]
         self._times = [(of, _Column.open(self.path, name, len(self._label), "iu")) for of, name in schema.times]
         lengths |= {column.path.name: column.num_rows for column in (*self._columns, *(own for _, own in self._times))}
         if len(set(lengths.values())) != 1:
@@ -109,7 +109,7 @@ class NpyReader(Reader):
 
     def _bags(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
         bags, times = list[Any](), list[Any]()
-        for name, column in zip(self.schema.sparse, self._columns, strict=True):
+        for name, column in zip(self.schema.categorical, self._columns, strict=True):
             values, offsets, is_there = column.read(begin, end, self.schema.rule)
             bags.append((values, offsets))
             times += [(own.beside(column, begin, end, is_there), offsets) for of, own in self._times if of == name]
