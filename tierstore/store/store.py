@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.ddr import AUTO
 from ..config import Pooling, TableConfig
 from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..ids import DynamicIds
@@ -37,6 +38,7 @@ from ..system.sizes import format_count
 from ..system.terminal import html_table
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
+from .changes import ChangeFeed, consumers_of, folder_of, forget_consumer
 from .commits import Commits, PendingCommit
 from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
@@ -46,7 +48,7 @@ from .pools import Memory, Pools
 from .recording import Recorder
 from .refresh import Follower, Newer
 from .table import OF_MODULES, Table
-from .version import unpack_tensors
+from .version import RANK_KEY, unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
@@ -391,6 +393,36 @@ class Store(ClosedWhenDropped, Unpicklable):
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
         return unpack_tensors(self._catalog.version)
+
+    def changes(self, consumer: str, since: int | None = None) -> ChangeFeed:
+        """What changed since the cursor of a consumer, which the store keeps by name; iterate it, and acknowledge each
+        change. It shows commits, of this process or another. ``since``: the version that the receiver has, if it keeps
+        that itself: where the cursor is elsewhere, a full copy comes.
+
+        Raises:
+            ValueError: no name. TierstoreError: the name is in use; or the store is in memory, or sharded.
+            DamagedError: the cursor is. DiskFullError, ReadOnlyError: it cannot be kept. ClosedError.
+        """
+        self.require_open()
+        if not isinstance(self._cold, LmdbColdTier) or RANK_KEY in self._catalog.version.extra:
+            raise TierstoreError(
+                f"{self.directory} is in memory, or sharded, and has no feed of changes: give the store a directory; "
+                "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
+            )
+        folder = folder_of(self.directory, consumer)
+        memory = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO)
+        reader = Store(self.directory, memory, readonly=True, version=None, keep=1, slack=2.0, threads=1, dtype=None)
+        return ChangeFeed(reader, reader._cold, folder, since)
+
+    def consumers(self) -> dict[str, int]:
+        """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
+        self.require_open()
+        return consumers_of(self.directory, self._catalog.version)
+
+    def forget_consumer(self, consumer: str) -> None:
+        """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
+        self.require_open()
+        forget_consumer(self.directory, consumer)
 
     def set_time(self, seconds: float) -> None:
         """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
