@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from .stored_ids import TableOfIds
 from .table import Table
 from .version import Ancestor, Version
 
-_FOLDER: Final = "consumers"  # in the store's
+FOLDER: Final = "consumers"  # in the store's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _NONE: Final[Int64s] = np.empty(0, np.int64)
 _HALF: Final = np.uint64(32)
@@ -52,7 +51,7 @@ class ChangedBatch(NamedTuple):
     values: Tensor | None  # [n, embedding_dim], of the table's dtype, float32 where quantized; None: tombstones
 
 
-class _Cursor(NamedTuple):
+class Cursor(NamedTuple):
     """``acked``: the commit up to which all is acknowledged; None: the receiver may have anything. ``told``: a later
     one, of which it may have some rows. ``tables``: those at ``acked``, by place and name. ``displaced``: by place of a
     table with dynamic ids, those that the receiver may have and that are not in the file. ``born``: when the folder was
@@ -71,14 +70,14 @@ class _Cursor(NamedTuple):
     def needs_full(self, version: Version) -> bool:
         return not all(each is not None and version.is_from(each) for each in (self.acked, self.told or self.acked))
 
-    def save(self, folder: Path) -> "_Cursor":
+    def save(self, folder: Path) -> "Cursor":
         displaced = {place: ids.tolist() for place, ids in self.displaced.items()}
         text = json.dumps([self.born, self.acked, self.told, sorted(self.tables), displaced])
         files.write_text(folder / "cursor.json", f"{zlib.crc32(text.encode()):08x}\n{text}", force=True)
         return self
 
     @classmethod
-    def load(cls, folder: Path) -> "_Cursor":
+    def load(cls, folder: Path) -> "Cursor":
         """That of a new consumer if there is none. DamagedError."""
         path = folder / "cursor.json"
         try:
@@ -127,6 +126,7 @@ class _ToldIds:
             is_other = (np.asarray(self._map)[rows] != entries).any(axis=1)
             self._map[rows[is_other]] = entries[is_other]
         self._map.flush()
+        files.sync_directory(self._path.parent)
 
 
 def _entries(rows: Int64s, ids: Words, has_id: Words) -> Words:
@@ -168,7 +168,7 @@ class Change:
     tables: tuple[TableConfig, ...]
     dropped: tuple[str, ...]
     _feed: "ChangeFeed" = field(repr=False)
-    _end: _Cursor = field(repr=False)  # once it is acknowledged
+    _end: Cursor = field(repr=False)  # once it is acknowledged
 
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
@@ -212,8 +212,8 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
             held.callback(reader.close)
             held.callback(self._leases.close)
             files.make_directory(folder)
-            self._new = _Cursor(os.fstat(held.enter_context(_locked(folder))).st_ctime_ns)
-            found = _Cursor.load(folder)
+            self._new = Cursor(os.fstat(held.enter_context(locked(folder))).st_ctime_ns)
+            found = Cursor.load(folder)
             self.cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
             self._held = held.pop_all()
 
@@ -239,7 +239,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._leases.close()
         self._reader.refresh()
         version, cursor, tables = self._reader.shown.version, self.cursor, list(self._reader.tables.values())
-        now = _Cursor(
+        now = Cursor(
             self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
             frozenset((table.index, table.name) for table in tables),
             {table.index: _NONE for table in tables if table.ids is not None},
@@ -260,7 +260,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._current = change
         return change
 
-    def _tell(self, cursor: _Cursor, now: _Cursor, tables: list[Table], changes: Changes) -> dict[int, Int64s]:
+    def _tell(self, cursor: Cursor, now: Cursor, tables: list[Table], changes: Changes) -> dict[int, Int64s]:
         """Note what is given out next, before it is; returns the tombstones of tables, by place."""
         displaced, tombstones = {**now.displaced}, dict[int, Int64s]()
         for table in tables:
@@ -271,23 +271,23 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
                 before = self.told[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
-            displaced[place] = np.unique(np.concatenate(gone))
-            tombstones[place] = np.setdiff1d(displaced[place], np.concatenate(here))
+            displaced[place] = left = np.unique(np.concatenate(gone), return_index=True)[
+                0
+            ]  # which sorts, and hashes not
+            tombstones[place] = left[~np.isin(left, np.concatenate(here), assume_unique=True)]
         # Where tables changed, the receiver is between the two until it acknowledges.
         acked = cursor.acked if cursor.tables == now.tables else None
         self.cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self.folder)
         reach("feed: change noted")
         for table in tables:
             self.told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
-        files.sync_directory(self.folder)
         reach("feed: ids noted")
         return tombstones
 
     def parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
         if change is not self._current:
             raise ClosedError(
-                f"{self.folder}: the feed was closed, or looked for a later change than that of version "
-                f"{change.version}; take and acknowledge one after the other"
+                f"{self.folder}: the feed is closed, or looked for a later change; take one after the other"
             )
         return self._parts
 
@@ -296,23 +296,11 @@ def folder_of(directory: Path, consumer: str) -> Path:
     """ValueError: no name of a consumer."""
     if not isinstance(consumer, str) or _NAME.fullmatch(consumer) is None:
         raise ValueError(f"consumer={excerpt(consumer)} must be 1 to 100 of a-z, A-Z, 0-9, and, but first, of . _ -")
-    return directory / _FOLDER / consumer
+    return directory / FOLDER / consumer
 
 
-def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Its lock file is never written, so its time is that of the folder's making; a copy has another."""
+def locked(folder: Path) -> contextlib.AbstractContextManager[int]:
+    """A consumer's name, taken. The file is never written, so its time is that of the folder's making; a copy has
+    another."""
     refusal = "{} is locked: the changes for this consumer are being taken, here or by another process; close that feed"
     return files.output_locked(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, refusal)
-
-
-def consumers_of(directory: Path, version: Version) -> dict[str, int]:
-    cursors = {folder.name: _Cursor.load(folder) for folder in sorted((directory / _FOLDER).glob("*/"))}
-    return {name: 0 if each.needs_full(version) else each.version for name, each in cursors.items()}
-
-
-def forget_consumer(directory: Path, consumer: str) -> None:
-    folder = folder_of(directory, consumer)
-    if not folder.is_dir():
-        raise ValueError(f"{directory} has no consumer {consumer!r}; Store.consumers() lists them")
-    with files.output_errors(folder), _locked(folder):
-        shutil.rmtree(folder)

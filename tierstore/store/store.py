@@ -7,6 +7,7 @@ import html
 import logging
 import math
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,12 +34,13 @@ from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.checks import Unpicklable
+from ..system.files import output_errors
 from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
 from ..system.terminal import html_table
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
-from .changes import ChangeFeed, consumers_of, folder_of, forget_consumer
+from .changes import FOLDER, ChangeFeed, Cursor, folder_of, locked
 from .commits import Commits, PendingCommit
 from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
@@ -417,12 +419,17 @@ class Store(ClosedWhenDropped, Unpicklable):
     def consumers(self) -> dict[str, int]:
         """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
         self.require_open()
-        return consumers_of(self.directory, self._catalog.version)
+        cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("*/"))}
+        shown = self._catalog.version
+        return {name: 0 if each.needs_full(shown) else each.version for name, each in cursors.items()}
 
     def forget_consumer(self, consumer: str) -> None:
         """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
         self.require_open()
-        forget_consumer(self.directory, consumer)
+        if not (folder := folder_of(self.directory, consumer)).is_dir():
+            raise ValueError(f"{self.directory} has no consumer {consumer!r}; consumers() lists them")
+        with output_errors(folder), locked(folder):
+            shutil.rmtree(folder)
 
     def set_time(self, seconds: float) -> None:
         """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
