@@ -266,7 +266,7 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
             change(store, [1])
             assert [each.event_time for each in feed] == [None]  # and none after one that is not acknowledged
             for stale in (first.ack, lambda: next(rows), lambda: next(first.rows())):
-                with pytest.raises(errors.ClosedError, match="take one after the other"):
+                with pytest.raises(errors.ClosedError, match="take them one by one"):
                     stale()
         with pytest.raises(errors.ClosedError):
             next(iter(feed))

@@ -271,10 +271,8 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
                 before = self.told[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
-            displaced[place] = left = np.unique(np.concatenate(gone), return_index=True)[
-                0
-            ]  # which sorts, and hashes not
-            tombstones[place] = left[~np.isin(left, np.concatenate(here), assume_unique=True)]
+            left, _ = np.unique(np.concatenate(gone), return_index=True)  # by sorting; it would hash, which is slow
+            displaced[place], tombstones[place] = left, left[~np.isin(left, np.concatenate(here), assume_unique=True)]
         # Where tables changed, the receiver is between the two until it acknowledges.
         acked = cursor.acked if cursor.tables == now.tables else None
         self.cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self.folder)
@@ -286,9 +284,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
 
     def parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
         if change is not self._current:
-            raise ClosedError(
-                f"{self.folder}: the feed is closed, or looked for a later change; take one after the other"
-            )
+            raise ClosedError(f"{self.folder}: the feed was closed, or gave a later change; take them one by one")
         return self._parts
 
 
