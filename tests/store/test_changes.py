@@ -256,8 +256,11 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
                 store.changes(name)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="has no consumer 'c'"):
             store.forget_consumer("c")
-        with store.changes("c") as feed:
-            for action in (store.changes, store.forget_consumer):
+        for _ in range(2):
+            for each in store.changes("c"):  # and is not closed
+                assert each.version == 1
+        with tierstore.open(store_dir, mode="r", **SMALL) as other, store.changes("c") as feed:
+            for action in (other.changes, store.forget_consumer):
                 with pytest.raises(errors.TierstoreError, match="are being taken, here or by another process"):
                     action("c")
             first, rows = next(iter(feed)), next(iter(feed)).rows()

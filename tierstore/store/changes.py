@@ -37,6 +37,8 @@ from .stored_ids import TableOfIds
 from .table import Table
 from .version import Ancestor, Version
 
+__all__ = ["Change", "ChangeFeed", "ChangedBatch"]
+
 FOLDER: Final = "consumers"  # in the store's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _NONE: Final[Int64s] = np.empty(0, np.int64)
@@ -173,22 +175,22 @@ class Change:
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
         first values, and are not among them. DamagedError: a row is."""
-        for table, changes, tombstones in self._feed.parts_of(self):
+        for table, changes, tombstones in self._feed._parts_of(self):
             if len(tombstones):
                 yield ChangedBatch(table.name, tombstones, None)
             for ids, weights in changes.rows(table.index):
                 if table.ids is not None:
-                    entries = self._feed.told[table.index].of(ids)
+                    entries = self._feed._told[table.index].of(ids)
                     ids, weights = _ids_of(entries), weights[entries[:, 1] != 0]
                 if len(ids):
                     yield ChangedBatch(table.name, ids, values_of(weights, table.layout))
-                self._feed.parts_of(self)
+                self._feed._parts_of(self)
 
     def ack(self) -> None:
         """The receiver has it all: move the cursor, durably. Again is fine. DiskFullError, ReadOnlyError,
         TierstoreError: the cursor stays."""
-        self._feed.parts_of(self)
-        self._feed.cursor = self._end.save(self._feed.folder)
+        self._feed._parts_of(self)
+        self._feed._cursor = self._end.save(self._feed._folder)
         reach("feed: acknowledged")
 
 
@@ -202,19 +204,19 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
 
     def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None) -> None:
         """``reader``: a store opened for reading, for this alone; it is closed with it. ``cold``: its cold tier."""
-        self._reader, self._cold, self.folder = reader, cold, folder
+        self._reader, self._cold, self._folder = reader, cold, folder
         self._process_id = os.getpid()
         self._leases = contextlib.ExitStack()
         self._current: Change | None = None
         self._parts: list[tuple[Table, Changes, Int64s]] = []  # of that one: tables, where their rows are, tombstones
-        self.told: dict[int, _ToldIds] = {}
+        self._told: dict[int, _ToldIds] = {}
         with contextlib.ExitStack() as held, files.output_errors(folder):
             held.callback(reader.close)
             held.callback(self._leases.close)
             files.make_directory(folder)
             self._new = Cursor(os.fstat(held.enter_context(locked(folder))).st_ctime_ns)
             found = Cursor.load(folder)
-            self.cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
+            self._cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
             self._held = held.pop_all()
 
     def close(self) -> None:
@@ -231,14 +233,14 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         Errors as of ``Store.refresh``, ``Change.rows`` and ``Change.ack``."""
         while (change := self._look()) is not None:
             yield change
-            if self.cursor.told is not None:
+            if self._cursor.told is not None:
                 return
 
     def _look(self) -> Change | None:
         self._current = None
         self._leases.close()
         self._reader.refresh()
-        version, cursor, tables = self._reader.shown.version, self.cursor, list(self._reader.tables.values())
+        version, cursor, tables = self._reader.shown.version, self._cursor, list(self._reader.tables.values())
         now = Cursor(
             self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
             frozenset((table.index, table.name) for table in tables),
@@ -265,26 +267,26 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         displaced, tombstones = {**now.displaced}, dict[int, Int64s]()
         for table in tables:
             place, known = table.index, cursor.displaced.get(table.index)
-            self.told[place] = _ToldIds(self.folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
+            self._told[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
             gone, here = [_NONE if known is None else known], [_NONE]
             for rows, entries in () if known is None else _changed_ids(changes, table):
-                before = self.told[place].of(rows)
+                before = self._told[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
             left, _ = np.unique(np.concatenate(gone), return_index=True)  # by sorting; it would hash, which is slow
             displaced[place], tombstones[place] = left, left[~np.isin(left, np.concatenate(here), assume_unique=True)]
         # Where tables changed, the receiver is between the two until it acknowledges.
         acked = cursor.acked if cursor.tables == now.tables else None
-        self.cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self.folder)
+        self._cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self._folder)
         reach("feed: change noted")
         for table in tables:
-            self.told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
+            self._told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
         reach("feed: ids noted")
         return tombstones
 
-    def parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
+    def _parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
         if change is not self._current:
-            raise ClosedError(f"{self.folder}: the feed was closed, or gave a later change; take them one by one")
+            raise ClosedError(f"{self._folder}: the feed was closed, or gave a later change; take them one by one")
         return self._parts
 
 

@@ -88,6 +88,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
+        self._feeds: dict[str, Callable[[], ChangeFeed | None]] = {}
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
@@ -398,11 +399,14 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def changes(self, consumer: str, since: int | None = None) -> ChangeFeed:
         """What changed since the cursor of a consumer, which the store keeps by name; iterate it, and acknowledge each
-        change. It shows commits, of this process or another. ``since``: the version that the receiver has, if it keeps
-        that itself: where the cursor is elsewhere, a full copy comes.
+        change. It shows commits, of this process or another. What an earlier call gave for the name is closed.
+
+        Args:
+            since: the version that the receiver has, if it keeps that itself: where the cursor is elsewhere, a full
+                copy comes.
 
         Raises:
-            ValueError: no name. TierstoreError: the name is in use; or the store is in memory, or sharded.
+            ValueError: no name. TierstoreError: the name is in use elsewhere; or the store is in memory, or sharded.
             DamagedError: the cursor is. DiskFullError, ReadOnlyError: it cannot be kept. ClosedError.
         """
         self.require_open()
@@ -412,9 +416,14 @@ class Store(ClosedWhenDropped, Unpicklable):
                 "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
             )
         folder = folder_of(self.directory, consumer)
+        if (before := self._feeds.get(consumer, lambda: None)()) is not None:
+            before.close()
+        settle(_SETTLE_SECONDS)
         memory = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO)
         reader = Store(self.directory, memory, readonly=True, version=None, keep=1, slack=2.0, threads=1, dtype=None)
-        return ChangeFeed(reader, reader._cold, folder, since)
+        feed = ChangeFeed(reader, reader._cold, folder, since)
+        self._feeds[consumer] = weakref.ref(feed)
+        return feed
 
     def consumers(self) -> dict[str, int]:
         """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
