@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from ..system.killpoints import reach
 from ..system.signals import ClosedWhenDropped
 from .stored_ids import TableOfIds
 from .table import Table
-from .version import Ancestor, Version
+from .version import Ancestor
 
 __all__ = ["Change", "ChangeFeed", "ChangedBatch"]
 
@@ -69,8 +69,9 @@ class Cursor(NamedTuple):
     def version(self) -> int:
         return self.acked.version if self.acked else 0
 
-    def needs_full(self, version: Version) -> bool:
-        return not all(each is not None and version.is_from(each) for each in (self.acked, self.told or self.acked))
+    def needs_full(self, commit_id: Callable[[int], str]) -> bool:
+        known = (self.acked, self.told or self.acked)
+        return not all(each and commit_id(each.version) == each.commit_id != "" for each in known)
 
     def save(self, folder: Path) -> "Cursor":
         displaced = {place: ids.tolist() for place, ids in self.displaced.items()}
@@ -248,7 +249,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         )  # fmt: skip
         if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
             return None
-        if is_full := cursor.needs_full(version):
+        if is_full := cursor.needs_full(self._reader.commit_id):
             cursor = self._new
         new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
         gone = self._tell(cursor, now, [table for table in tables if table.ids is not None], new)

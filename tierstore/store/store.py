@@ -429,8 +429,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
         self.require_open()
         cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("*/"))}
-        shown = self._catalog.version
-        return {name: 0 if each.needs_full(shown) else each.version for name, each in cursors.items()}
+        return {name: 0 if each.needs_full(self.commit_id) else each.version for name, each in cursors.items()}
 
     def forget_consumer(self, consumer: str) -> None:
         """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
