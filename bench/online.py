@@ -91,17 +91,16 @@ def _into_arrays(request: Run, _figures: Figures) -> Figures:
 
 
 def follow(directory: str, rows: str, dim: str) -> None:
-    """In a process of its own: for as many seconds as it is told, take what changes."""
+    """In a process of its own: for as many seconds as it is told, take what changes. In between it holds no version."""
     psutil.Process().nice(_NICE)
     values = np.zeros((int(rows), int(dim)), np.float32)
-    with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
-        take(feed, values)
-        for line in chain(["0"], sys.stdin):
-            end, taken = time.time() + float(line), list[tuple[int, float]]()
+    for line in chain(["0"], sys.stdin):
+        with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
+            end, taken = time.time() + float(line), take(feed, values)
             while time.time() < end:
                 taken += take(feed, values)
                 time.sleep(_LOOK_SECONDS)
-            print(json.dumps(taken), flush=True)
+        print(json.dumps(taken), flush=True)
 
 
 def _follower(path: Path, config: Figures) -> Child:

@@ -198,13 +198,13 @@ class Change:
 class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFeed"]):
     """The changes of a store for one consumer; made by ``Store.changes``. A context manager that closes it.
 
-    One thread at a time may use it. Memory, besides the store's: a map of the rows, 8 bytes for each row that changed,
-    40 for each of those that has a dynamic id, and 32 MiB. Until it is iterated again the writer reuses no page of what
-    it showed last, and the row file grows.
+    One thread at a time may use it. Memory, besides the store's: 8 bytes for each row that changed, 40 for each of those
+    that has a dynamic id, and 32 MiB; of a store open for writing a map of the rows, too. Until it is iterated again the
+    writer reuses no page of what it showed last, and the row file grows.
     """
 
-    def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None) -> None:
-        """``reader``: a store opened for reading, for this alone; it is closed with it. ``cold``: its cold tier."""
+    def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None, *, is_own: bool) -> None:
+        """``reader``: a store opened for reading, ``is_own``: for this alone. ``cold``: its cold tier."""
         self._reader, self._cold, self._folder = reader, cold, folder
         self._process_id = os.getpid()
         self._leases = contextlib.ExitStack()
@@ -212,7 +212,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._parts: list[tuple[Table, Changes, Int64s]] = []  # of that one: tables, where their rows are, tombstones
         self._told: dict[int, _ToldIds] = {}
         with contextlib.ExitStack() as held, files.output_errors(folder):
-            held.callback(reader.close)
+            held.callback(reader.close if is_own else lambda: None)
             held.callback(self._leases.close)
             files.make_directory(folder)
             self._new = Cursor(os.fstat(held.enter_context(locked(folder))).st_ctime_ns)

@@ -89,6 +89,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
         self._feeds: dict[str, Callable[[], ChangeFeed | None]] = {}
+        self._follows = readonly and version is None and dtype is None
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
@@ -399,7 +400,8 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def changes(self, consumer: str, since: int | None = None) -> ChangeFeed:
         """What changed since the cursor of a consumer, which the store keeps by name; iterate it, and acknowledge each
-        change. It shows commits, of this process or another. What an earlier call gave for the name is closed.
+        change. A store opened for reading moves on to the version of each (``refresh``). It closes what an earlier call
+        gave for the name, and the store's ``close`` closes it.
 
         Args:
             since: the version that the receiver has, if it keeps that itself: where the cursor is elsewhere, a full
@@ -419,9 +421,11 @@ class Store(ClosedWhenDropped, Unpicklable):
         if (before := self._feeds.get(consumer, lambda: None)()) is not None:
             before.close()
         settle(_SETTLE_SECONDS)
-        memory = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO)
-        reader = Store(self.directory, memory, readonly=True, version=None, keep=1, slack=2.0, threads=1, dtype=None)
-        feed = ChangeFeed(reader, reader._cold, folder, since)
+        memory, reader = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), self
+        options: dict[str, Any] = {"version": None, "keep": 1, "slack": 2.0, "threads": 1, "dtype": None}
+        if not self._follows:
+            reader = Store(self.directory, memory, readonly=True, **options)
+        feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
         self._feeds[consumer] = weakref.ref(feed)
         return feed
 
@@ -518,6 +522,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
+        for feed in [known() for known in self._feeds.values()]:
+            if feed is not None:
+                feed.close()
         self._lifetime.end_calls()
         self._commits.end_writing()
         try:
