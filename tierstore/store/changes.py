@@ -198,9 +198,9 @@ class Change:
 class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFeed"]):
     """The changes of a store for one consumer; made by ``Store.changes``. A context manager that closes it.
 
-    One thread at a time may use it. Memory, besides the store's: 8 bytes for each row that changed, 40 for each of those
-    that has a dynamic id, and 32 MiB; of a store open for writing a map of the rows, too. Until it is iterated again the
-    writer reuses no page of what it showed last, and the row file grows.
+    One thread at a time may use it. Memory, besides the store's: 8 bytes for each row that changed, 40 for each that
+    did and has a dynamic id, and 32 MiB; where the store is open for writing, a map of the rows, too. Until it is
+    iterated again the writer reuses no page of what it showed last, and the row file grows.
     """
 
     def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None, *, is_own: bool) -> None:
