@@ -46,14 +46,18 @@ def raw_weights(rows: Tensor) -> NDArray[Any]:
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
-def floats(weights: Words, layout: RowLayout) -> Tensor:
-    """float32 [n, dim] of weights, uint64 [n, words]; may share their memory."""
+def values_of(weights: Words, layout: RowLayout) -> Tensor:
+    """[n, dim] of weights, uint64 [n, words], in their dtype, float32 of quantized rows; may share their memory."""
     if layout.is_quantized:
         values, slots = np.empty((len(weights), layout.dim), np.float32), np.arange(len(weights), dtype=np.int32)
         unpack_rows(slots, weights.view(np.uint8), layout.dim, code_of_dtype(layout.dtype), values)
         return torch.from_numpy(values)
-    own = torch.from_numpy(weights.view(layout.numpy_dtype)[:, : layout.dim])
-    return own.view(layout.torch_dtype).to(torch.float32).contiguous()
+    return torch.from_numpy(weights.view(layout.numpy_dtype)[:, : layout.dim]).view(layout.torch_dtype)
+
+
+def floats(weights: Words, layout: RowLayout) -> Tensor:
+    """``values_of``, as float32."""
+    return values_of(weights, layout).to(torch.float32).contiguous()
 
 
 def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Words, int]:

@@ -7,6 +7,7 @@ import html
 import logging
 import math
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.ddr import AUTO
 from ..config import Pooling, TableConfig
 from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..ids import DynamicIds
@@ -33,11 +35,13 @@ from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.checks import Unpicklable
+from ..system.files import output_errors
 from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
 from ..system.terminal import html_table
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
+from .changes import FOLDER, ChangeFeed, Cursor, folder_of, locked
 from .commits import Commits, PendingCommit
 from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
@@ -47,7 +51,7 @@ from .pools import Memory, Pools
 from .recording import Recorder
 from .refresh import Follower, Newer
 from .table import OF_MODULES, Table
-from .version import unpack_tensors
+from .version import RANK_KEY, unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
@@ -86,6 +90,8 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
+        self._feeds: dict[str, Callable[[], ChangeFeed | None]] = {}
+        self._follows = readonly and version is None and dtype is None
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
@@ -394,6 +400,51 @@ class Store(ClosedWhenDropped, Unpicklable):
         """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
         return unpack_tensors(self._catalog.version)
 
+    def changes(self, consumer: str, since: int | None = None) -> ChangeFeed:
+        """What changed since the cursor of a consumer, which the store keeps by name; iterate it, and acknowledge each
+        change. A store opened for reading moves on to the version of each (``refresh``). It closes what an earlier call
+        gave for the name, and the store's ``close`` closes it.
+
+        Args:
+            since: the version that the receiver has, if it keeps that itself: where the cursor is elsewhere, a full
+                copy comes.
+
+        Raises:
+            ValueError: no name. TierstoreError: the name is in use elsewhere; or the store is in memory, or sharded.
+            DamagedError: the cursor is. DiskFullError, ReadOnlyError: it cannot be kept. ClosedError.
+        """
+        self.require_open()
+        if not isinstance(self._cold, LmdbColdTier) or RANK_KEY in self._catalog.version.extra:
+            raise TierstoreError(
+                f"{self.directory} is in memory, or sharded, and has no feed of changes: give the store a directory; "
+                "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
+            )
+        folder = folder_of(self.directory, consumer)
+        if (before := self._feeds.get(consumer, lambda: None)()) is not None:
+            before.close()
+        settle(_SETTLE_SECONDS)
+        memory, reader = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), self
+        options: dict[str, Any] = {"version": None, "keep": 1, "slack": 2.0, "threads": 1, "dtype": None}
+        if not self._follows:
+            reader = Store(self.directory, memory, readonly=True, **options)
+        feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
+        self._feeds[consumer] = weakref.ref(feed)
+        return feed
+
+    def consumers(self) -> dict[str, int]:
+        """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
+        self.require_open()
+        cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("*/"))}
+        return {name: 0 if each.needs_full(self.commit_id) else each.version for name, each in cursors.items()}
+
+    def forget_consumer(self, consumer: str) -> None:
+        """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
+        self.require_open()
+        if not (folder := folder_of(self.directory, consumer)).is_dir():
+            raise ValueError(f"{self.directory} has no consumer {consumer!r}; consumers() lists them")
+        with output_errors(folder), locked(folder):
+            shutil.rmtree(folder)
+
     def set_time(self, seconds: float) -> None:
         """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
         A run that is resumed, or repeated, is the same if its times are. ValueError: it goes back, or is no number."""
@@ -473,6 +524,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
+        for feed in [known() for known in self._feeds.values()]:
+            if feed is not None:
+                feed.close()
         self._lifetime.end_calls()
         self._commits.end_writing()
         try:

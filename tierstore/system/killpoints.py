@@ -35,6 +35,9 @@ PUBLISH_POINTS: Final = ("publish: canary heard", "publish: urgent rows offered"
 ROLLBACK_POINTS: Final = ("canary: approved", "canary: declined", "rollback: declined", "rollback: written")
 """Those of a publisher, and of a server that judges or goes back."""
 
+FEED_POINTS: Final = ("feed: change noted", "feed: ids noted", "feed: acknowledged")
+"""Those of a process that takes changes."""
+
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""
 
@@ -42,7 +45,6 @@ hook: Callable[[str], None] | None = None
 def reach(name: str) -> None:
     """A point of one of the lists is reached."""
     if hook is not None:
-        assert name in POINTS + COPY_POINTS + UPDATE_POINTS + ROLLBACK_POINTS + PUBLISH_POINTS, (
-            f"{name!r} is in no list of points"
-        )
+        known = POINTS + COPY_POINTS + UPDATE_POINTS + ROLLBACK_POINTS + PUBLISH_POINTS + FEED_POINTS
+        assert name in known, f"{name!r} is in no list of points"
         hook(name)

@@ -1,0 +1,170 @@
+"""How fast do changes of a store reach those who take them, and what do they cost the trainer?
+
+Parts, each for itself with ``--only``: "dict" (rows a second into arrays in memory), "lag" (of a consumer in a process
+of its own, behind several commits a second), "steps" (training steps while one follows).
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+import torch
+
+import tierstore
+from tierstore.store.changes import ChangeFeed
+
+from .child import Child
+from .commit import Training
+from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, start
+
+Figures = dict[str, Any]
+_LOOK_SECONDS: Final = 0.05
+_NICE: Final = 10
+
+
+def told(title: str, columns: list[str], cells: list[list[str]], note: str, goals: list[Figures]) -> Figures:
+    """What a part found, as its figures; ``tell`` makes its report of them."""
+    return {"table": {"title": title, "columns": columns, "rows": cells}, "note": note, "goals": goals}
+
+
+def tell(found: Figures) -> Report:
+    return Report([Table(**found["table"])], [Goal(**each) for each in found["goals"]], [found["note"]])
+
+
+def take(feed: ChangeFeed, values: Any) -> list[tuple[int, float]]:
+    """All there is, into an array of rows by id; versions, and when they were there."""
+    taken = []
+    for change in feed:
+        for _, ids, rows in change.rows():
+            values[ids] = 0 if rows is None else rows.numpy()
+        change.ack()
+        taken.append((change.version, time.time()))
+    return taken
+
+
+def _into_arrays(request: Run, _figures: Figures) -> Figures:
+    config, own, seconds = request.config, np.random.default_rng(request.config["seed"]), defaultdict[str, Any](list)
+    rows, dim, changed, times = config["rows"], config["dim"], config["changed"], config["repetitions"] + 1
+    fresh, values = torch.randn(rows, dim), np.zeros((rows + changed * times, dim), np.float32)
+    shape: Figures = {"num_embeddings": rows, "embedding_dim": dim}
+    with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
+
+        def timed(name: str, since: int | None = None) -> None:
+            with store.changes("arrays", since) as feed:
+                begun = time.perf_counter()
+                take(feed, values)
+                seconds[name].append(time.perf_counter() - begun)
+
+        item = store.create_table(tierstore.TableConfig(name="item", **shape))
+        item.write(torch.arange(rows), fresh)
+        for _ in range(times):
+            item.write(torch.from_numpy(ids := own.permutation(rows)[:changed]), fresh[:changed])
+            store.commit()
+            timed("changed rows")
+            begun, order = time.perf_counter(), np.sort(ids)
+            values[order] = fresh[:changed].numpy()
+            seconds["limit: as many rows copied in memory"].append(time.perf_counter() - begun)
+            timed("a full copy", 0)
+        store.drop_table("item")
+        user = store.create_table(tierstore.TableConfig(name="user", ids=tierstore.DynamicIds(), **shape))
+        for number in range(times):
+            user.admit(torch.arange(changed * number, rows + changed * number))
+            store.commit()
+            timed("changed rows of dynamic ids, a tombstone for each")
+    rates = {name: per_second(rows if "full" in name else changed, each[1:]) for name, each in seconds.items()}
+    columns = ["median", "lowest", "highest"]
+    cells = [[name, *(f"{each[key]:,.0f}" for key in columns)] for name, each in rates.items()]
+    goals = [
+        {"name": f"{name}: rows a second", "value": each["median"], "at_least": 1e6} for name, each in rates.items()
+    ]
+    note = f"Arrays: {rows:,} rows of {dim} float32, {changed:,} changed by each commit."
+    found = told("rows a second into arrays", ["", *columns], cells, note, [goals[0], goals[2]])
+    return found | {"rows_per_s": rates}
+
+
+def follow(directory: str, rows: str, dim: str) -> None:
+    """In a process of its own: for as many seconds as it is told, take what changes. In between it holds no version."""
+    psutil.Process().nice(_NICE)
+    values = np.zeros((int(rows), int(dim)), np.float32)
+    for line in chain(["0"], sys.stdin):
+        with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
+            end, taken = time.time() + float(line), take(feed, values)
+            while time.time() < end:
+                taken += take(feed, values)
+                time.sleep(_LOOK_SECONDS)
+        print(json.dumps(taken), flush=True)
+
+
+def _follower(path: Path, config: Figures) -> Child:
+    child = Child([sys.executable, "-m", "bench.online", "follow", path, config["rows"], config["dim"]])
+    child.line()
+    return child
+
+
+def _lag(request: Run, _figures: Figures) -> Figures:
+    config, own, begun = request.config, np.random.default_rng(request.config["seed"]), dict[int, float]()
+    rows, dim, every, seconds = config["rows"], config["dim"], config["commit_seconds"], config["seconds"]
+    with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim))
+        table.write(torch.arange(rows), fresh := torch.randn(rows, dim))
+        store.commit()
+        with _follower(path, config) as child, ThreadPoolExecutor(1) as thread:
+            taken, started = thread.submit(child.ask, str(seconds + 10 * every)), time.time()
+            while time.time() < started + seconds:
+                time.sleep(max(0.0, started + len(begun) * every - time.time()))
+                begun[store.version + 1] = time.time()
+                ids = torch.from_numpy(own.permutation(rows)[: int(config["rows_per_second"] * every)])
+                table.write(ids, fresh[: len(ids)])
+                store.commit()
+            seen = json.loads(taken.result())
+    lags = [next(at for known, at in seen if known >= version) - at for version, at in begun.items()]
+    shown = [round(1000 * float(each)) for each in np.percentile(lags, [50, 99, 100])]
+    note = (
+        f"Lag: {len(begun) * len(ids) / seconds:,.0f} changed rows a second, a commit every {every} s; from a commit's "
+        "first row to when a process that looks every 50 ms has acknowledged it."
+    )
+    goals = [{"name": "lag of a consumer: p99, ms", "value": shown[1], "at_most": 1000}]
+    return told("lag of a consumer, ms", ["p50", "p99", "highest"], [[f"{each:,}" for each in shown]], note, goals)
+
+
+def _steps(request: Run, _figures: Figures) -> Figures:
+    config, count, pairs = request.config, int(request.config["steps"]), list[tuple[float, float]]()
+    with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
+        training = Training(store, config)
+
+        def block() -> float:
+            begun = time.perf_counter()
+            for step in range(count):
+                training.step()
+                if step % config["commit_steps"] == 0:
+                    training.commit()
+            return time.perf_counter() - begun
+
+        block()
+        training.commit().result()
+        with _follower(path, config) as child, ThreadPoolExecutor(1) as thread:
+            for _ in range(config["repetitions"] + 1):
+                taken = thread.submit(child.ask, str(alone := block()))
+                pairs.append((alone, block()))
+                taken.result()
+        training.close()
+        training.commit().result()
+    cells = [f"{1000 * statistics.median(times) / count:.2f}" for times in zip(*pairs[1:], strict=True)]
+    note = f"Steps: {config['batch']:,} bags of {config['pooling_factor']} ids, a commit each {config['commit_steps']}."
+    slower = statistics.median(beside / alone for alone, beside in pairs[1:])
+    goals = [{"name": "time of steps with a follower over that without", "value": round(slower, 3), "at_most": 1.05}]
+    return told("a training step, ms", ["alone", "with a follower"], [cells], note, goals) | {"pairs_s": pairs[1:]}
+
+
+PARTS: Final = {"dict": Part(_into_arrays, tell), "lag": Part(_lag, tell), "steps": Part(_steps, tell)}
+
+if __name__ == "__main__":
+    follow(*sys.argv[2:]) if sys.argv[1:2] == ["follow"] else start("online")
