@@ -20,7 +20,7 @@ from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
 from ..system.terminal import Command, KeyFlags, arg, byte_bar, command, group, key_arguments, show_help
-from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
+from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, FEED, IMPORT, PUBLISH, QUANTIZE, RESHARD
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -167,6 +167,7 @@ def _train(options: argparse.Namespace) -> int:
     from ..settings.sections import to_toml
     from ..train import RunConfig, train
     from ..train.config import load
+    from .commands import require_outputs
 
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
@@ -417,6 +418,7 @@ _COMMANDS: Final = {
   tierstore serve serve.toml --port 9000""",
     ),
     "publish": PUBLISH,
+    "feed": FEED,
     "compile": COMPILE,
     "completion": command(
         _completion,

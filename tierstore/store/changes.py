@@ -170,6 +170,11 @@ class Change:
     _feed: "ChangeFeed" = field(repr=False)
     _end: Cursor = field(repr=False)  # once it is acknowledged
 
+    @property
+    def commit_id(self) -> str:
+        """The identity of that commit (``Store.commit_id``)."""
+        return "" if self._end.acked is None else self._end.acked.commit_id
+
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
         first values, and are not among them. DamagedError: a row is."""
