@@ -1,12 +1,17 @@
 """How fast do changes of a store reach those who take them, and what do they cost the trainer?
 
 Parts, each for itself with ``--only``: "dict" (rows a second into arrays in memory), "lag" (of a consumer in a process
-of its own, behind several commits a second), "steps" (training steps while one follows).
+of its own, behind several commits a second), "steps" (training steps while one follows), "redis" (rows a second into
+Redis, beside its own benchmark), "index" (recall of an index that is kept fresh, and when it finds a new item).
 """
 
+import contextlib
 import json
+import runpy
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +24,14 @@ import psutil
 import torch
 
 import tierstore
+from tierstore.feed import Feed, open_sink
 from tierstore.store.changes import ChangeFeed
 
+from . import redis_server
 from .child import Child
 from .commit import Training
-from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, start
+from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, spread, start
+from .data import ROOT
 
 Figures = dict[str, Any]
 _LOOK_SECONDS: Final = 0.05
@@ -177,10 +185,82 @@ def _tell_steps(found: Figures) -> Report:
     return Report([Table("a training step, ms", ["alone", "with a follower"], [cells])], [goal], [note])
 
 
+def _measure_redis(request: Run, _: Figures) -> Figures:
+    config, seconds, sets = request.config, defaultdict[str, Any](list), defaultdict[str, Any](list)
+    rows, changed, fresh = config["rows"], config["changed"], torch.randn(config["rows"], config["dim"])
+    with contextlib.ExitStack() as held:
+        store = held.enter_context(tierstore.open(held.enter_context(fresh_folder(request.folder / "online"))))
+        shape: Figures = {"num_embeddings": rows, "embedding_dim": config["dim"]}
+        table = store.create_table(tierstore.TableConfig(name="item", **shape))
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="redis-"))
+        url = held.enter_context(redis_server.running(Path(folder)))
+        feed = Feed(store, open_sink(url), consumer="redis")
+        held.callback(feed.close)
+        benchmark = ["redis-benchmark", "-s", f"{folder}/socket", "-t", "set", "--csv", "-n", f"{changed}", "-r"]
+        benchmark += [f"{rows}", "-d", f"{4 * config['dim']}", "-P"]
+        for turn in range(config["repetitions"] + 2):  # the first is a full copy; the second compiles
+            ids = torch.randperm(rows)[: changed if turn else rows]
+            table.write(ids, fresh[: len(ids)])
+            store.commit()
+            begun = time.perf_counter()
+            feed.step()
+            seconds["changes" if turn else "all"].append(time.perf_counter() - begun)
+            for depth in ("1", "64") if turn > 1 else ():
+                told = subprocess.run([*benchmark, depth], capture_output=True, text=True, check=True).stdout
+                sets[depth].append(float(told.splitlines()[-1].split('","')[1].strip('"')))
+    rates = {
+        "feed: changed rows": per_second(changed, seconds["changes"][1:]),
+        "feed: a full copy": per_second(rows, seconds["all"]),
+    }
+    return {"rows_per_s": rates | {f"redis-benchmark: SET, {depth} at a time": spread(sets[depth]) for depth in sets}}
+
+
+def _tell_redis(found: Figures) -> Report:
+    rates, columns = found["rows_per_s"], ("median", "lowest", "highest")
+    rows = [[name, *(f"{each[key]:,.0f}" for key in columns)] for name, each in rates.items()]
+    goal = Goal("changed rows a second to Redis", rates["feed: changed rows"]["median"], at_least=200_000)
+    return Report([Table("rows a second into Redis on this machine", ["", *columns], rows)], [goal])
+
+
+def _measure_index(request: Run, _: Figures) -> Figures:
+    config, seconds, dim = request.config, list[float](), request.config["dim"]
+    items, normalized = config["items"], torch.nn.functional.normalize
+    with fresh_folder(request.folder / "online") as path, tierstore.open(path) as store:
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=items, embedding_dim=dim))
+        sink = runpy.run_path(str(ROOT / "examples" / "online" / "index.py"))["ItemIndex"](dim)
+        centres = torch.randn(items // 100, dim)
+        with contextlib.closing(Feed(store, sink, consumer="index")) as feed:
+            for turn in range(config["repetitions"] + 1):  # first all but some; then a part changes, and one is new
+                old, new = torch.randperm(items - 100), torch.tensor([items - 1 - turn])
+                ids = torch.cat([old[: config["changed_items"]] if turn else old, new])
+                rows = normalized(centres[ids % len(centres)] + torch.randn(len(ids), dim))
+                begun = time.perf_counter()
+                table.write(ids, rows)
+                store.commit()
+                feed.step()
+                assert sink.nearest(rows[-1].numpy(), 1) == new.tolist()
+                seconds.append(time.perf_counter() - begun)
+        here = torch.cat([*table.written()])
+        queries, every = normalized(centres[:200] + torch.randn(len(centres[:200]), dim)), table.read(here)
+        exact = here[(queries @ every.T).topk(100).indices].tolist()
+        hits = [len({*best} & {*sink.nearest(each.numpy(), 100)}) for each, best in zip(queries, exact, strict=True)]
+    return {"recall": statistics.mean(hits) / 100, "seconds": spread(seconds[1:]), "config": config}
+
+
+def _tell_index(found: Figures) -> Report:
+    recall, seconds = round(found["recall"], 4), found["seconds"]["highest"]
+    goals = [Goal("recall@100 of the index", recall, at_least=0.95), Goal("seconds to a new item", seconds, at_most=5)]
+    table = Table("an index kept fresh", ["recall@100", "s to a new item"], [[f"{recall:.3f}", f"{seconds:.2f}"]])
+    note = "Index: {items:,} items, {changed_items:,} changed by a commit; from its first row to the answer."
+    return Report([table], goals, [note.format(**found["config"])])
+
+
 PARTS: Final = {
     "dict": Part(_measure_dict, _tell_dict),
     "lag": Part(_measure_lag, _tell_lag),
     "steps": Part(_measure_steps, _tell_steps),
+    "redis": Part(_measure_redis, _tell_redis),
+    "index": Part(_measure_index, _tell_index),
 }
 
 if __name__ == "__main__":

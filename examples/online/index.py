@@ -18,7 +18,7 @@ class ItemIndex(Sink):
     """Rows by inner product, while other threads search."""
 
     def __init__(self, dim):
-        self.make = partial(Index, ndim=dim, metric="ip", dtype="f32", expansion_add=128, expansion_search=256)
+        self.make = partial(Index, ndim=dim, metric="ip", dtype="f32", expansion_add=128, expansion_search=400)
         self.index, self.lock, self.held = self.make(), threading.Lock(), None
 
     def position(self):
