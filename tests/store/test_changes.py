@@ -22,7 +22,7 @@ from tierstore.store.changes import Change
 from tierstore.system import killpoints
 
 SMALL: dict[str, Any] = {"ddr": "2MiB", "threads": 1}
-ROWS, SLOTS, LINEAGE = 300, 40, 4
+ROWS, SLOTS, LINEAGE = 300, 150, 4
 Contents = dict[str, dict[int, bytes]]
 
 
