@@ -427,7 +427,7 @@ def _feed(options: argparse.Namespace) -> int:
         sink = loaded(options.to, "--to")() if is_own else open_sink(options.to, **given)
         held.callback(sink.close)
         store = held.enter_context(open_store(options.directory, mode="r", ddr=0))
-        show = held.enter_context(progress_bar("feed", unit=" rows", unit_scale=True))
+        show = partial(progress_bar, "feed", unit=" rows", unit_scale=True)
         say, consumer = partial(print, flush=True), options.consumer or name
         feed = Feed(store, sink, consumer=consumer, tables=options.table, say=say, progress=show)
         held.callback(feed.close)

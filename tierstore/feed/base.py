@@ -8,6 +8,7 @@ import abc
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError, StoreReplacedError, TierstoreError
@@ -16,6 +17,7 @@ from ..store.changes import Change, ChangedBatch, ChangeFeed
 from ..system.sizes import format_count
 
 _LOOK_SECONDS: Final = 0.2
+Progress = AbstractContextManager[Callable[[int, int], None]]
 
 
 class Position(NamedTuple):
@@ -54,7 +56,7 @@ class Feed:
         consumer: the name of the store's cursor.
         tables: names of those to take; default: all. TableError: no such table.
         say: told in a line what was done.
-        progress: called as ``progress(done_rows, total_rows)`` of a change; the total is what the tables can have.
+        progress: opens, for a change, what is called with its rows so far, and those that the tables may have.
 
     Attributes:
         num_rows: that the sink took so far, deleted ones included.
@@ -63,7 +65,7 @@ class Feed:
 
     def __init__(
         self, store: Store, sink: Sink, *, consumer: str, tables: Sequence[str] = (),
-        say: Callable[[str], None] = print, progress: Callable[[int, int], None] = lambda *_: None,
+        say: Callable[[str], None] = print, progress: Callable[[], Progress] = lambda: nullcontext(lambda *_: None),
     ) -> None:  # fmt: skip
         self.num_rows, self.version, self.event_time = 0, 0, 0.0
         self._store, self._sink, self._consumer, self._say, self._progress = store, sink, consumer, say, progress
@@ -77,7 +79,8 @@ class Feed:
         for change in self._open():
             begun, before = time.monotonic(), self.num_rows
             position = Position(change.version, change.commit_id, self._tables)
-            self._sink.apply(change, self._counted(change), position)
+            with self._progress() as show:
+                self._sink.apply(change, self._counted(change, show), position)
             change.ack()
             count += 1
             self._position, self.version, self.event_time = position, change.version, change.event_time or 0.0
@@ -117,14 +120,14 @@ class Feed:
         # The sink may have a change that was not acknowledged.
         return min(position.version, self._store.consumers().get(self._consumer, 0))
 
-    def _counted(self, change: Change) -> Iterator[ChangedBatch]:
+    def _counted(self, change: Change, show: Callable[[int, int], None]) -> Iterator[ChangedBatch]:
         rows = {each.name: each.num_embeddings for each in change.tables if each.name in (self._tables or [each.name])}
         before = self.num_rows
         for batch in change.rows():
             if batch.table in rows:
                 yield batch
                 self.num_rows += len(batch.ids)
-                self._progress(self.num_rows - before, sum(rows.values()))
+                show(self.num_rows - before, sum(rows.values()))
 
     def close(self) -> None:
         """Let others take the consumer's changes. Again is fine."""
