@@ -30,7 +30,7 @@ from tierstore.store.changes import ChangeFeed
 from . import redis_server
 from .child import Child
 from .commit import Training
-from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, spread, start
+from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, start
 from .data import ROOT
 
 Figures = dict[str, Any]
@@ -38,7 +38,16 @@ _LOOK_SECONDS: Final = 0.05
 _NICE: Final = 10
 
 
-def _take(feed: ChangeFeed, values: Any) -> list[tuple[int, float]]:
+def told(title: str, columns: list[str], cells: list[list[str]], note: str, goals: list[Figures]) -> Figures:
+    """What a part found, as its figures; ``tell`` makes its report of them."""
+    return {"table": {"title": title, "columns": columns, "rows": cells}, "note": note, "goals": goals}
+
+
+def tell(found: Figures) -> Report:
+    return Report([Table(**found["table"])], [Goal(**each) for each in found["goals"]], [found["note"]])
+
+
+def take(feed: ChangeFeed, values: Any) -> list[tuple[int, float]]:
     """All there is, into an array of rows by id; versions, and when they were there."""
     taken = []
     for change in feed:
@@ -49,17 +58,17 @@ def _take(feed: ChangeFeed, values: Any) -> list[tuple[int, float]]:
     return taken
 
 
-def _measure_dict(request: Run, _: Figures) -> Figures:
+def _into_arrays(request: Run, _figures: Figures) -> Figures:
     config, own, seconds = request.config, np.random.default_rng(request.config["seed"]), defaultdict[str, Any](list)
-    rows, changed, times = config["rows"], config["changed"], config["repetitions"] + 1
-    shape: Figures = {"num_embeddings": rows, "embedding_dim": config["dim"]}
-    fresh, values = torch.randn(rows, config["dim"]), np.zeros((rows + changed * times, config["dim"]), np.float32)
+    rows, dim, changed, times = config["rows"], config["dim"], config["changed"], config["repetitions"] + 1
+    fresh, values = torch.randn(rows, dim), np.zeros((rows + changed * times, dim), np.float32)
+    shape: Figures = {"num_embeddings": rows, "embedding_dim": dim}
     with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
 
         def timed(name: str, since: int | None = None) -> None:
             with store.changes("arrays", since) as feed:
                 begun = time.perf_counter()
-                _take(feed, values)
+                take(feed, values)
                 seconds[name].append(time.perf_counter() - begun)
 
         item = store.create_table(tierstore.TableConfig(name="item", **shape))
@@ -78,35 +87,28 @@ def _measure_dict(request: Run, _: Figures) -> Figures:
             user.admit(torch.arange(changed * number, rows + changed * number))
             store.commit()
             timed("changed rows of dynamic ids, a tombstone for each")
-    counts = {name: rows if "full" in name else changed for name in seconds}
-    return {
-        "rows_per_s": {name: per_second(counts[name], each[1:]) for name, each in seconds.items()},
-        "config": config,
-    }
-
-
-def _tell_dict(found: Figures) -> Report:
-    config, rates, columns = found["config"], found["rows_per_s"], ("median", "lowest", "highest")
-    rows = [[name, *(f"{each[key]:,.0f}" for key in columns)] for name, each in rates.items()]
-    note = f"Arrays: {config['rows']:,} rows of {config['dim']} float32, {config['changed']:,} changed by each commit."
+    rates = {name: per_second(rows if "full" in name else changed, each[1:]) for name, each in seconds.items()}
+    columns = ["median", "lowest", "highest"]
+    cells = [[name, *(f"{each[key]:,.0f}" for key in columns)] for name, each in rates.items()]
     goals = [
-        Goal(f"{name}: rows a second", rates[name]["median"], at_least=1e6) for name in ("changed rows", "a full copy")
+        {"name": f"{name}: rows a second", "value": each["median"], "at_least": 1e6} for name, each in rates.items()
     ]
-    return Report([Table("rows a second into arrays", ["", *columns], rows)], goals, [note])
+    note = f"Arrays: {rows:,} rows of {dim} float32, {changed:,} changed by each commit."
+    found = told("rows a second into arrays", ["", *columns], cells, note, [goals[0], goals[2]])
+    return found | {"rows_per_s": rates}
 
 
 def follow(directory: str, rows: str, dim: str) -> None:
-    """In a process of its own: for as many seconds as it is told, take what changes."""
+    """In a process of its own: for as many seconds as it is told, take what changes. In between it holds no version."""
     psutil.Process().nice(_NICE)
     values = np.zeros((int(rows), int(dim)), np.float32)
-    with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
-        _take(feed, values)
-        for line in chain(["0"], sys.stdin):
-            end, taken = time.time() + float(line), list[tuple[int, float]]()
+    for line in chain(["0"], sys.stdin):
+        with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
+            end, taken = time.time() + float(line), take(feed, values)
             while time.time() < end:
-                taken += _take(feed, values)
+                taken += take(feed, values)
                 time.sleep(_LOOK_SECONDS)
-            print(json.dumps(taken), flush=True)
+        print(json.dumps(taken), flush=True)
 
 
 def _follower(path: Path, config: Figures) -> Child:
@@ -115,7 +117,7 @@ def _follower(path: Path, config: Figures) -> Child:
     return child
 
 
-def _measure_lag(request: Run, _: Figures) -> Figures:
+def _lag(request: Run, _figures: Figures) -> Figures:
     config, own, begun = request.config, np.random.default_rng(request.config["seed"]), dict[int, float]()
     rows, dim, every, seconds = config["rows"], config["dim"], config["commit_seconds"], config["seconds"]
     with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
@@ -132,99 +134,78 @@ def _measure_lag(request: Run, _: Figures) -> Figures:
                 store.commit()
             seen = json.loads(taken.result())
     lags = [next(at for known, at in seen if known >= version) - at for version, at in begun.items()]
-    rate = len(begun) * int(config["rows_per_second"] * every) / seconds
-    lags_ms = [1000 * float(each) for each in np.percentile(lags, [50, 99, 100])]
-    return {"lags_ms": lags_ms, "rows_per_s": rate, "config": config}
-
-
-def _tell_lag(found: Figures) -> Report:
-    config, lags = found["config"], found["lags_ms"]
+    shown = [round(1000 * float(each)) for each in np.percentile(lags, [50, 99, 100])]
     note = (
-        f"Lag: {found['rows_per_s']:,.0f} changed rows a second, a commit every {config['commit_seconds']} s; from a "
-        "commit's first row to when a process that looks every 50 ms has acknowledged it."
+        f"Lag: {len(begun) * len(ids) / seconds:,.0f} changed rows a second, a commit every {every} s; from a commit's "
+        "first row to when a process that looks every 50 ms has acknowledged it."
     )
-    table = Table("lag of a consumer, ms", ["p50", "p99", "highest"], [[f"{each:,.0f}" for each in lags]])
-    return Report([table], [Goal("lag of a consumer: p99, ms", round(lags[1]), at_most=1000)], [note])
+    goals = [{"name": "lag of a consumer: p99, ms", "value": shown[1], "at_most": 1000}]
+    return told("lag of a consumer, ms", ["p50", "p99", "highest"], [[f"{each:,}" for each in shown]], note, goals)
 
 
-def _measure_steps(request: Run, _: Figures) -> Figures:
-    config, pairs = request.config, list[tuple[float, float]]()
+def _steps(request: Run, _figures: Figures) -> Figures:
+    config, count, pairs = request.config, int(request.config["steps"]), list[tuple[float, float]]()
     with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
         training = Training(store, config)
 
         def block() -> float:
             begun = time.perf_counter()
-            for step in range(config["steps"]):
+            for step in range(count):
                 training.step()
                 if step % config["commit_steps"] == 0:
                     training.commit()
-            return 1000 * (time.perf_counter() - begun) / config["steps"]
+            return time.perf_counter() - begun
 
         block()
         training.commit().result()
         with _follower(path, config) as child, ThreadPoolExecutor(1) as thread:
             for _ in range(config["repetitions"] + 1):
-                alone = block()
-                taken = thread.submit(child.ask, str(alone * config["steps"] / 1000))
+                taken = thread.submit(child.ask, str(alone := block()))
                 pairs.append((alone, block()))
                 taken.result()
         training.close()
         training.commit().result()
-    return {"pairs_ms": pairs[1:], "config": config}
+    cells = [f"{1000 * statistics.median(times) / count:.2f}" for times in zip(*pairs[1:], strict=True)]
+    note = f"Steps: {config['batch']:,} bags of {config['pooling_factor']} ids, a commit each {config['commit_steps']}."
+    slower = statistics.median(beside / alone for alone, beside in pairs[1:])
+    goals = [{"name": "time of steps with a follower over that without", "value": round(slower, 3), "at_most": 1.05}]
+    return told("a training step, ms", ["alone", "with a follower"], [cells], note, goals) | {"pairs_s": pairs[1:]}
 
 
-def _tell_steps(found: Figures) -> Report:
-    config, pairs = found["config"], found["pairs_ms"]
-    cells = [f"{statistics.median(times):.2f}" for times in zip(*pairs, strict=True)]
-    note = (
-        f"Steps: {config['batch']:,} bags of {config['pooling_factor']} ids (Zipf {config['zipf']}), a commit every "
-        f" {config['commit_steps']} steps; medians of {len(pairs)} pairs of {config['steps']}, in turns."
-    )
-    slower = round(statistics.median(beside / alone for alone, beside in pairs), 3)
-    goal = Goal("time of steps with a follower over that without", slower, at_most=1.05)
-    return Report([Table("a training step, ms", ["alone", "with a follower"], [cells])], [goal], [note])
-
-
-def _measure_redis(request: Run, _: Figures) -> Figures:
-    config, seconds, sets = request.config, defaultdict[str, Any](list), defaultdict[str, Any](list)
-    rows, changed, fresh = config["rows"], config["changed"], torch.randn(config["rows"], config["dim"])
+def _into_redis(request: Run, _figures: Figures) -> Figures:
+    config, seconds, rates = request.config, defaultdict[str, Any](list), defaultdict[str, Any](list)
+    rows, dim, changed = config["rows"], config["dim"], config["changed"]
+    fresh = torch.randn(rows, dim)
     with contextlib.ExitStack() as held:
         store = held.enter_context(tierstore.open(held.enter_context(fresh_folder(request.folder / "online"))))
-        shape: Figures = {"num_embeddings": rows, "embedding_dim": config["dim"]}
-        table = store.create_table(tierstore.TableConfig(name="item", **shape))
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="redis-"))
-        url = held.enter_context(redis_server.running(Path(folder)))
-        feed = Feed(store, open_sink(url), consumer="redis")
+        feed = Feed(store, open_sink(held.enter_context(redis_server.running(Path(folder)))), consumer="redis")
         held.callback(feed.close)
-        benchmark = ["redis-benchmark", "-s", f"{folder}/socket", "-t", "set", "--csv", "-n", f"{changed}", "-r"]
-        benchmark += [f"{rows}", "-d", f"{4 * config['dim']}", "-P"]
-        for turn in range(config["repetitions"] + 2):  # the first is a full copy; the second compiles
+        benchmark = ["redis-benchmark", "-s", f"{folder}/socket", "-t", "set", "--csv", "-r", rows, "-d", 4 * dim]
+        for turn in range(config["repetitions"] + 2):  # the first is a full copy, the second warms up
             ids = torch.randperm(rows)[: changed if turn else rows]
             table.write(ids, fresh[: len(ids)])
             store.commit()
             begun = time.perf_counter()
             feed.step()
-            seconds["changes" if turn else "all"].append(time.perf_counter() - begun)
-            for depth in ("1", "64") if turn > 1 else ():
-                told = subprocess.run([*benchmark, depth], capture_output=True, text=True, check=True).stdout
-                sets[depth].append(float(told.splitlines()[-1].split('","')[1].strip('"')))
-    rates = {
-        "feed: changed rows": per_second(changed, seconds["changes"][1:]),
-        "feed: a full copy": per_second(rows, seconds["all"]),
-    }
-    return {"rows_per_s": rates | {f"redis-benchmark: SET, {depth} at a time": spread(sets[depth]) for depth in sets}}
+            seconds["changed rows" if turn else "a full copy"].append(time.perf_counter() - begun)
+            for depth in (1, 64) if turn > 1 else ():
+                words = map(str, [*benchmark, "-n", changed, "-P", depth])
+                line = subprocess.run([*words], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+                rates[f"redis-benchmark: SETs, {depth} at a time"].append(float(line.split('","')[1].strip('"')))
+    median = changed / statistics.median(seconds["changed rows"][1:])
+    found = {"feed: changed rows": median, "feed: a full copy": rows / seconds["a full copy"][0]}
+    found |= {name: statistics.median(each) for name, each in rates.items()}
+    goals = [{"name": "changed rows a second into Redis", "value": median, "at_least": 200_000}]
+    note = f"Redis: {rows:,} rows of {dim} float32, {changed:,} changed by each commit; values of as many bytes."
+    cells = [[name, f"{rate:,.0f}"] for name, rate in found.items()]
+    return told("rows a second into Redis", ["", "median"], cells, note, goals) | {"rows_per_s": found}
 
 
-def _tell_redis(found: Figures) -> Report:
-    rates, columns = found["rows_per_s"], ("median", "lowest", "highest")
-    rows = [[name, *(f"{each[key]:,.0f}" for key in columns)] for name, each in rates.items()]
-    goal = Goal("changed rows a second to Redis", rates["feed: changed rows"]["median"], at_least=200_000)
-    return Report([Table("rows a second into Redis on this machine", ["", *columns], rows)], [goal])
-
-
-def _measure_index(request: Run, _: Figures) -> Figures:
-    config, seconds, dim = request.config, list[float](), request.config["dim"]
-    items, normalized = config["items"], torch.nn.functional.normalize
+def _index(request: Run, _figures: Figures) -> Figures:
+    config, seconds, normalized = request.config, list[float](), torch.nn.functional.normalize
+    items, changed, dim = config["items"], config["changed_items"], config["dim"]
     with fresh_folder(request.folder / "online") as path, tierstore.open(path) as store:
         table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=items, embedding_dim=dim))
         sink = runpy.run_path(str(ROOT / "examples" / "online" / "index.py"))["ItemIndex"](dim)
@@ -232,7 +213,7 @@ def _measure_index(request: Run, _: Figures) -> Figures:
         with contextlib.closing(Feed(store, sink, consumer="index")) as feed:
             for turn in range(config["repetitions"] + 1):  # first all but some; then a part changes, and one is new
                 old, new = torch.randperm(items - 100), torch.tensor([items - 1 - turn])
-                ids = torch.cat([old[: config["changed_items"]] if turn else old, new])
+                ids = torch.cat([old[:changed] if turn else old, new])
                 rows = normalized(centres[ids % len(centres)] + torch.randn(len(ids), dim))
                 begun = time.perf_counter()
                 table.write(ids, rows)
@@ -244,24 +225,20 @@ def _measure_index(request: Run, _: Figures) -> Figures:
         queries, every = normalized(centres[:200] + torch.randn(len(centres[:200]), dim)), table.read(here)
         exact = here[(queries @ every.T).topk(100).indices].tolist()
         hits = [len({*best} & {*sink.nearest(each.numpy(), 100)}) for each, best in zip(queries, exact, strict=True)]
-    return {"recall": statistics.mean(hits) / 100, "seconds": spread(seconds[1:]), "config": config}
-
-
-def _tell_index(found: Figures) -> Report:
-    recall, seconds = round(found["recall"], 4), found["seconds"]["highest"]
-    goals = [Goal("recall@100 of the index", recall, at_least=0.95), Goal("seconds to a new item", seconds, at_most=5)]
-    table = Table("an index kept fresh", ["recall@100", "s to a new item"], [[f"{recall:.3f}", f"{seconds:.2f}"]])
-    note = "Index: {items:,} items, {changed_items:,} changed by a commit; from its first row to the answer."
-    return Report([table], goals, [note.format(**found["config"])])
+    recall, slowest = round(statistics.mean(hits) / 100, 4), max(seconds[1:])
+    goals: list[Figures] = [
+        {"name": "recall@100 of the index", "value": recall, "at_least": 0.95},
+        {"name": "seconds to a new item", "value": slowest, "at_most": 5},
+    ]
+    note = f"Index: {items:,} items, {changed:,} changed by a commit; from its first row to the answer."
+    columns = ["recall@100", "s to a new item"]
+    return told("an index kept fresh", columns, [[f"{recall:.3f}", f"{slowest:.2f}"]], note, goals)
 
 
 PARTS: Final = {
-    "dict": Part(_measure_dict, _tell_dict),
-    "lag": Part(_measure_lag, _tell_lag),
-    "steps": Part(_measure_steps, _tell_steps),
-    "redis": Part(_measure_redis, _tell_redis),
-    "index": Part(_measure_index, _tell_index),
-}
+    "dict": Part(_into_arrays, tell), "lag": Part(_lag, tell), "steps": Part(_steps, tell),
+    "redis": Part(_into_redis, tell), "index": Part(_index, tell),
+}  # fmt: skip
 
 if __name__ == "__main__":
     follow(*sys.argv[2:]) if sys.argv[1:2] == ["follow"] else start("online")

@@ -28,6 +28,7 @@ MODULES: Final = (
     "tierstore.offline",
     "tierstore.optim",
     "tierstore.plan",
+    "tierstore.store.changes",
     "tierstore.trace",
     "tierstore.train",
     "tierstore.train.config",

@@ -86,7 +86,8 @@ class History:
         self.path, self.random, self.monkeypatch, self.count = path, random, monkeypatch, 0
         self.receivers = {name: Receiver() for name in ("often", "seldom", "open")}
         self.store = tierstore.open(path, keep=3, **SMALL)
-        self.feed = self.store.changes("open")
+        self.reader = tierstore.open(path, mode="r", **SMALL)
+        self.feed = self.reader.changes("open")
         while len(self.store.tables) < 2:
             self.create()
         self.commit()
@@ -142,7 +143,8 @@ class History:
         for change in self.feed:
             receiver.take(change)
             change.ack()
-            assert (change.version, receiver.contents) == (self.store.version, contents(self.path))
+            assert change.version == self.reader.version == self.store.version
+            assert receiver.contents == contents(self.path)
 
     def needs_full(self, of: Receiver) -> bool:
         known = [of.acked, of.told or of.acked]
@@ -188,7 +190,7 @@ def test_a_dict_that_takes_changes_is_the_store(store_dir: Path, monkeypatch: py
         *[history.train] * 6, *[history.commit] * 4, *[history.consume] * 5, history.follow, history.evict,
         history.create, history.change_table, history.roll_back, history.reopen, lambda: history.consume("seldom"),
     ]  # fmt: skip
-    with history.feed:
+    with history.reader:
         for _ in range(150):
             history.random.choice(steps)()
         history.commit()
@@ -242,9 +244,12 @@ def test_only_rows_that_changed_come_and_a_gap_or_a_copy_is_a_full_copy(
         assert taken(store) == [(0, 10, True, 201)]
         shutil.copytree(store_dir, tmp_path / "copy")
     with tierstore.open(tmp_path / "copy", mode="r", **SMALL) as copy:
+        held = [next(iter(copy.changes(name))) for name in "ab"]  # and not given up: closed with the store
         assert taken(copy) == [(0, 10, True, 201)]
         copy.forget_consumer("c")
-        assert copy.consumers() == {}
+        assert copy.consumers() == {"a": 0, "b": 0}
+    with pytest.raises(errors.ClosedError):
+        held[0].ack()
 
 
 def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, tmp_path: Path) -> None:
@@ -256,8 +261,11 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
                 store.changes(name)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="has no consumer 'c'"):
             store.forget_consumer("c")
-        with store.changes("c") as feed:
-            for action in (store.changes, store.forget_consumer):
+        for _ in range(2):
+            for each in store.changes("c"):  # and is not closed
+                assert each.version == 1
+        with tierstore.open(store_dir, mode="r", **SMALL) as other, store.changes("c") as feed:
+            for action in (other.changes, store.forget_consumer):
                 with pytest.raises(errors.TierstoreError, match="are being taken, here or by another process"):
                     action("c")
             first, rows = next(iter(feed)), next(iter(feed)).rows()
@@ -266,7 +274,7 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
             change(store, [1])
             assert [each.event_time for each in feed] == [None]  # and none after one that is not acknowledged
             for stale in (first.ack, lambda: next(rows), lambda: next(first.rows())):
-                with pytest.raises(errors.ClosedError, match="take one after the other"):
+                with pytest.raises(errors.ClosedError, match="take them one by one"):
                     stale()
         with pytest.raises(errors.ClosedError):
             next(iter(feed))

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,9 @@ from ..system.killpoints import reach
 from ..system.signals import ClosedWhenDropped
 from .stored_ids import TableOfIds
 from .table import Table
-from .version import Ancestor, Version
+from .version import Ancestor
+
+__all__ = ["Change", "ChangeFeed", "ChangedBatch"]
 
 FOLDER: Final = "consumers"  # in the store's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -67,8 +69,9 @@ class Cursor(NamedTuple):
     def version(self) -> int:
         return self.acked.version if self.acked else 0
 
-    def needs_full(self, version: Version) -> bool:
-        return not all(each is not None and version.is_from(each) for each in (self.acked, self.told or self.acked))
+    def needs_full(self, commit_id: Callable[[int], str]) -> bool:
+        known = (self.acked, self.told or self.acked)
+        return not all(each and commit_id(each.version) == each.commit_id != "" for each in known)
 
     def save(self, folder: Path) -> "Cursor":
         displaced = {place: ids.tolist() for place, ids in self.displaced.items()}
@@ -170,56 +173,51 @@ class Change:
     _feed: "ChangeFeed" = field(repr=False)
     _end: Cursor = field(repr=False)  # once it is acknowledged
 
-    @property
-    def commit_id(self) -> str:
-        """The identity of that commit (``Store.commit_id``)."""
-        return "" if self._end.acked is None else self._end.acked.commit_id
-
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
         first values, and are not among them. DamagedError: a row is."""
-        for table, changes, tombstones in self._feed.parts_of(self):
+        for table, changes, tombstones in self._feed._parts_of(self):
             if len(tombstones):
                 yield ChangedBatch(table.name, tombstones, None)
             for ids, weights in changes.rows(table.index):
                 if table.ids is not None:
-                    entries = self._feed.told[table.index].of(ids)
+                    entries = self._feed._told[table.index].of(ids)
                     ids, weights = _ids_of(entries), weights[entries[:, 1] != 0]
                 if len(ids):
                     yield ChangedBatch(table.name, ids, values_of(weights, table.layout))
-                self._feed.parts_of(self)
+                self._feed._parts_of(self)
 
     def ack(self) -> None:
         """The receiver has it all: move the cursor, durably. Again is fine. DiskFullError, ReadOnlyError,
         TierstoreError: the cursor stays."""
-        self._feed.parts_of(self)
-        self._feed.cursor = self._end.save(self._feed.folder)
+        self._feed._parts_of(self)
+        self._feed._cursor = self._end.save(self._feed._folder)
         reach("feed: acknowledged")
 
 
 class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFeed"]):
     """The changes of a store for one consumer; made by ``Store.changes``. A context manager that closes it.
 
-    One thread at a time may use it. Memory, besides the store's: a map of the rows, 8 bytes for each row that changed,
-    40 for each of those that has a dynamic id, and 32 MiB. Until it is iterated again the writer reuses no page of what
-    it showed last, and the row file grows.
+    One thread at a time may use it. Memory, besides the store's: 8 bytes for each row that changed, 40 for each that
+    did and has a dynamic id, and 32 MiB; where the store is open for writing, a map of the rows, too. Until it is
+    iterated again the writer reuses no page of what it showed last, and the row file grows.
     """
 
-    def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None) -> None:
-        """``reader``: a store opened for reading, for this alone; it is closed with it. ``cold``: its cold tier."""
-        self._reader, self._cold, self.folder = reader, cold, folder
+    def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None, *, is_own: bool) -> None:
+        """``reader``: a store opened for reading, ``is_own``: for this alone. ``cold``: its cold tier."""
+        self._reader, self._cold, self._folder = reader, cold, folder
         self._process_id = os.getpid()
         self._leases = contextlib.ExitStack()
         self._current: Change | None = None
         self._parts: list[tuple[Table, Changes, Int64s]] = []  # of that one: tables, where their rows are, tombstones
-        self.told: dict[int, _ToldIds] = {}
+        self._told: dict[int, _ToldIds] = {}
         with contextlib.ExitStack() as held, files.output_errors(folder):
-            held.callback(reader.close)
+            held.callback(reader.close if is_own else lambda: None)
             held.callback(self._leases.close)
             files.make_directory(folder)
             self._new = Cursor(os.fstat(held.enter_context(locked(folder))).st_ctime_ns)
             found = Cursor.load(folder)
-            self.cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
+            self._cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
             self._held = held.pop_all()
 
     def close(self) -> None:
@@ -236,14 +234,14 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         Errors as of ``Store.refresh``, ``Change.rows`` and ``Change.ack``."""
         while (change := self._look()) is not None:
             yield change
-            if self.cursor.told is not None:
+            if self._cursor.told is not None:
                 return
 
     def _look(self) -> Change | None:
         self._current = None
         self._leases.close()
         self._reader.refresh()
-        version, cursor, tables = self._reader.shown.version, self.cursor, list(self._reader.tables.values())
+        version, cursor, tables = self._reader.shown.version, self._cursor, list(self._reader.tables.values())
         now = Cursor(
             self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
             frozenset((table.index, table.name) for table in tables),
@@ -251,7 +249,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         )  # fmt: skip
         if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
             return None
-        if is_full := cursor.needs_full(version):
+        if is_full := cursor.needs_full(self._reader.commit_id):
             cursor = self._new
         new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
         gone = self._tell(cursor, now, [table for table in tables if table.ids is not None], new)
@@ -270,30 +268,26 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         displaced, tombstones = {**now.displaced}, dict[int, Int64s]()
         for table in tables:
             place, known = table.index, cursor.displaced.get(table.index)
-            self.told[place] = _ToldIds(self.folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
+            self._told[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
             gone, here = [_NONE if known is None else known], [_NONE]
             for rows, entries in () if known is None else _changed_ids(changes, table):
-                before = self.told[place].of(rows)
+                before = self._told[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
-            displaced[place] = left = np.unique(np.concatenate(gone), return_index=True)[
-                0
-            ]  # which sorts, and hashes not
-            tombstones[place] = left[~np.isin(left, np.concatenate(here), assume_unique=True)]
+            left, _ = np.unique(np.concatenate(gone), return_index=True)  # by sorting; it would hash, which is slow
+            displaced[place], tombstones[place] = left, left[~np.isin(left, np.concatenate(here), assume_unique=True)]
         # Where tables changed, the receiver is between the two until it acknowledges.
         acked = cursor.acked if cursor.tables == now.tables else None
-        self.cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self.folder)
+        self._cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self._folder)
         reach("feed: change noted")
         for table in tables:
-            self.told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
+            self._told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
         reach("feed: ids noted")
         return tombstones
 
-    def parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
+    def _parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
         if change is not self._current:
-            raise ClosedError(
-                f"{self.folder}: the feed is closed, or looked for a later change; take one after the other"
-            )
+            raise ClosedError(f"{self._folder}: the feed was closed, or gave a later change; take them one by one")
         return self._parts
 
 

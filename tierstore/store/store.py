@@ -88,6 +88,8 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
+        self._feeds: dict[str, Callable[[], ChangeFeed | None]] = {}
+        self._follows = readonly and version is None and dtype is None
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
@@ -398,11 +400,15 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def changes(self, consumer: str, since: int | None = None) -> ChangeFeed:
         """What changed since the cursor of a consumer, which the store keeps by name; iterate it, and acknowledge each
-        change. It shows commits, of this process or another. ``since``: the version that the receiver has, if it keeps
-        that itself: where the cursor is elsewhere, a full copy comes.
+        change. A store opened for reading moves on to the version of each (``refresh``). It closes what an earlier call
+        gave for the name, and the store's ``close`` closes it.
+
+        Args:
+            since: the version that the receiver has, if it keeps that itself: where the cursor is elsewhere, a full
+                copy comes.
 
         Raises:
-            ValueError: no name. TierstoreError: the name is in use; or the store is in memory, or sharded.
+            ValueError: no name. TierstoreError: the name is in use elsewhere; or the store is in memory, or sharded.
             DamagedError: the cursor is. DiskFullError, ReadOnlyError: it cannot be kept. ClosedError.
         """
         self.require_open()
@@ -412,16 +418,22 @@ class Store(ClosedWhenDropped, Unpicklable):
                 "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
             )
         folder = folder_of(self.directory, consumer)
-        memory = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO)
-        reader = Store(self.directory, memory, readonly=True, version=None, keep=1, slack=2.0, threads=1, dtype=None)
-        return ChangeFeed(reader, reader._cold, folder, since)
+        if (before := self._feeds.get(consumer, lambda: None)()) is not None:
+            before.close()
+        settle(_SETTLE_SECONDS)
+        memory, reader = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), self
+        options: dict[str, Any] = {"version": None, "keep": 1, "slack": 2.0, "threads": 1, "dtype": None}
+        if not self._follows:
+            reader = Store(self.directory, memory, readonly=True, **options)
+        feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
+        self._feeds[consumer] = weakref.ref(feed)
+        return feed
 
     def consumers(self) -> dict[str, int]:
         """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
         self.require_open()
         cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("*/"))}
-        shown = self._catalog.version
-        return {name: 0 if each.needs_full(shown) else each.version for name, each in cursors.items()}
+        return {name: 0 if each.needs_full(self.commit_id) else each.version for name, each in cursors.items()}
 
     def forget_consumer(self, consumer: str) -> None:
         """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
@@ -510,6 +522,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
+        for feed in [known() for known in self._feeds.values()]:
+            if feed is not None:
+                feed.close()
         self._lifetime.end_calls()
         self._commits.end_writing()
         try:

@@ -110,11 +110,6 @@ class Version(NamedTuple):
     tensors: bytes | memoryview
     lineage: Lineage = NO_LINEAGE
 
-    def is_from(self, ancestor: Ancestor) -> bool:
-        """Whether it is this very commit, or was made from it, as far back as the lineage goes."""
-        own = self.lineage.commit_id if ancestor.version == self.number else self.lineage.id_of(ancestor.version)
-        return own == ancestor.commit_id != ""
-
     @property
     def has_checkpoint(self) -> bool:
         """Whether ``tierstore.checkpoint.save`` committed it; False if that cannot be read."""
