@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -32,6 +33,10 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
+def iso_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
 def _depth(text: str) -> int | str:
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f'{excerpt(text)} is neither a whole number nor "auto"')
@@ -49,6 +54,7 @@ _TRAIN_FLAGS: Final[KeyFlags] = {
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
     "--prefetch-depth": ("train.prefetch_depth", _depth, "N", "batches fetched ahead; auto: 2 where that is faster"),
+    "--until": ("data.until", iso_time, "TIME", "when a run that follows a folder ends, as 2026-12-01T18:00"),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
     "--metrics": ("train.metrics", str, "FILE.jsonl", "write losses, tests and commits as JSON lines"),
 }

@@ -50,7 +50,7 @@ from .pools import Memory, Pools
 from .recording import Recorder
 from .refresh import Follower, Newer
 from .table import OF_MODULES, Table
-from .version import RANK_KEY, unpack_tensors
+from .version import RANK_KEY, event_time_of, unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
@@ -459,9 +459,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         self._catalog.minutes = minutes
 
     def stats(self) -> Stats:
-        """Running totals of each tier since the store was opened."""
+        """Running totals of each tier since the store was opened, and the event time of the version shown."""
         self.require_open()
-        return self._pools.stats()
+        return self._pools.stats()._replace(event_time=event_time_of(self._catalog.version.extra))
 
     def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> Recorder:
         """Record which rows are looked up from now on, as a trace.
