@@ -1,12 +1,17 @@
 """How fast do changes of a store reach those who take them, and what do they cost the trainer?
 
 Parts, each for itself with ``--only``: "dict" (rows a second into arrays in memory), "lag" (of a consumer in a process
-of its own, behind several commits a second), "steps" (training steps while one follows).
+of its own, behind several commits a second), "steps" (training steps while one follows), "redis" (rows a second into
+Redis, beside its own benchmark), "index" (recall of an index that is kept fresh, and when it finds a new item).
 """
 
+import contextlib
 import json
+import runpy
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +24,14 @@ import psutil
 import torch
 
 import tierstore
+from tierstore.feed import Feed, open_sink
 from tierstore.store.changes import ChangeFeed
 
+from . import redis_server
 from .child import Child
 from .commit import Training
 from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, start
+from .data import ROOT
 
 Figures = dict[str, Any]
 _LOOK_SECONDS: Final = 0.05
@@ -164,7 +172,73 @@ def _steps(request: Run, _figures: Figures) -> Figures:
     return told("a training step, ms", ["alone", "with a follower"], [cells], note, goals) | {"pairs_s": pairs[1:]}
 
 
-PARTS: Final = {"dict": Part(_into_arrays, tell), "lag": Part(_lag, tell), "steps": Part(_steps, tell)}
+def _into_redis(request: Run, _figures: Figures) -> Figures:
+    config, seconds, rates = request.config, defaultdict[str, Any](list), defaultdict[str, Any](list)
+    rows, dim, changed = config["rows"], config["dim"], config["changed"]
+    fresh = torch.randn(rows, dim)
+    with contextlib.ExitStack() as held:
+        store = held.enter_context(tierstore.open(held.enter_context(fresh_folder(request.folder / "online"))))
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim))
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="redis-"))
+        feed = Feed(store, open_sink(held.enter_context(redis_server.running(Path(folder)))), consumer="redis")
+        held.callback(feed.close)
+        benchmark = ["redis-benchmark", "-s", f"{folder}/socket", "-t", "set", "--csv", "-r", rows, "-d", 4 * dim]
+        for turn in range(config["repetitions"] + 2):  # the first is a full copy, the second warms up
+            ids = torch.randperm(rows)[: changed if turn else rows]
+            table.write(ids, fresh[: len(ids)])
+            store.commit()
+            begun = time.perf_counter()
+            feed.step()
+            seconds["changed rows" if turn else "a full copy"].append(time.perf_counter() - begun)
+            for depth in (1, 64) if turn > 1 else ():
+                words = map(str, [*benchmark, "-n", changed, "-P", depth])
+                line = subprocess.run([*words], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+                rates[f"redis-benchmark: SETs, {depth} at a time"].append(float(line.split('","')[1].strip('"')))
+    median = changed / statistics.median(seconds["changed rows"][1:])
+    found = {"feed: changed rows": median, "feed: a full copy": rows / seconds["a full copy"][0]}
+    found |= {name: statistics.median(each) for name, each in rates.items()}
+    goals = [{"name": "changed rows a second into Redis", "value": median, "at_least": 200_000}]
+    note = f"Redis: {rows:,} rows of {dim} float32, {changed:,} changed by each commit; values of as many bytes."
+    cells = [[name, f"{rate:,.0f}"] for name, rate in found.items()]
+    return told("rows a second into Redis", ["", "median"], cells, note, goals) | {"rows_per_s": found}
+
+
+def _index(request: Run, _figures: Figures) -> Figures:
+    config, seconds, normalized = request.config, list[float](), torch.nn.functional.normalize
+    items, changed, dim = config["items"], config["changed_items"], config["dim"]
+    with fresh_folder(request.folder / "online") as path, tierstore.open(path) as store:
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=items, embedding_dim=dim))
+        sink = runpy.run_path(str(ROOT / "examples" / "online" / "index.py"))["ItemIndex"](dim)
+        centres = torch.randn(items // 100, dim)
+        with contextlib.closing(Feed(store, sink, consumer="index")) as feed:
+            for turn in range(config["repetitions"] + 1):  # first all but some; then a part changes, and one is new
+                old, new = torch.randperm(items - 100), torch.tensor([items - 1 - turn])
+                ids = torch.cat([old[:changed] if turn else old, new])
+                rows = normalized(centres[ids % len(centres)] + torch.randn(len(ids), dim))
+                begun = time.perf_counter()
+                table.write(ids, rows)
+                store.commit()
+                feed.step()
+                assert sink.nearest(rows[-1].numpy(), 1) == new.tolist()
+                seconds.append(time.perf_counter() - begun)
+        here = torch.cat([*table.written()])
+        queries, every = normalized(centres[:200] + torch.randn(len(centres[:200]), dim)), table.read(here)
+        exact = here[(queries @ every.T).topk(100).indices].tolist()
+        hits = [len({*best} & {*sink.nearest(each.numpy(), 100)}) for each, best in zip(queries, exact, strict=True)]
+    recall, slowest = round(statistics.mean(hits) / 100, 4), max(seconds[1:])
+    goals: list[Figures] = [
+        {"name": "recall@100 of the index", "value": recall, "at_least": 0.95},
+        {"name": "seconds to a new item", "value": slowest, "at_most": 5},
+    ]
+    note = f"Index: {items:,} items, {changed:,} changed by a commit; from its first row to the answer."
+    columns = ["recall@100", "s to a new item"]
+    return told("an index kept fresh", columns, [[f"{recall:.3f}", f"{slowest:.2f}"]], note, goals)
+
+
+PARTS: Final = {
+    "dict": Part(_into_arrays, tell), "lag": Part(_lag, tell), "steps": Part(_steps, tell),
+    "redis": Part(_into_redis, tell), "index": Part(_index, tell),
+}  # fmt: skip
 
 if __name__ == "__main__":
     follow(*sys.argv[2:]) if sys.argv[1:2] == ["follow"] else start("online")

@@ -406,8 +406,7 @@ def _measure_whole(request: Run, _: Figures) -> Figures:
         names, batch = [f"t{table}" for table in range(case["tables"])], case["batch"]
         with fresh_folder(request.folder / "whole_store") as path, tierstore.open(path, ddr="1GiB") as store:
             for name in names:
-                rule = tierstore.optim.Adagrad(lr=lr)
-                shape = {"num_embeddings": rows, "embedding_dim": dim, "optimizer": rule}
+                shape = {"num_embeddings": rows, "embedding_dim": dim, "optimizer": tierstore.optim.Adagrad(lr=lr)}
                 store.create_table(tierstore.TableConfig(name=name, **shape))
             for name in names:  # once all are there: another table takes rows out of memory
                 store[name].write(torch.arange(rows), torch.randn(rows, dim) / 30)

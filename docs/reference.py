@@ -22,6 +22,7 @@ MODULES: Final = (
     "tierstore.dist",
     "tierstore.errors",
     "tierstore.exchange",
+    "tierstore.feed",
     "tierstore.init",
     "tierstore.metrics",
     "tierstore.models",

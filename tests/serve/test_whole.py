@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from tests.serve.replicas import publishing
 from tests.serve.test_engine import ids_of
 from tests.serve.whole import ADMIN, ADMIN_TOKEN, make_certificate, serving
 from tests.train.runs import TRAIN_ROWS, commit_scaled
-from tests.updates.support import ROWS, SMALL, change, table_config
+from tests.updates.support import ROWS, SMALL, change, make, table_config
 from tierstore.cli import entry as cli
 from tierstore.models import DLRM
 from tierstore.serve import hot_rows
@@ -44,6 +45,7 @@ from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import Position, commit_run, restore_run
 from tierstore.train.config import RunConfig
 from tierstore.train.readers import DataError
+from tierstore.updates.apply import apply_update
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 BATCH = 32
@@ -205,6 +207,25 @@ def test_warm_up_from_a_trace(run: RunConfig, tmp_path: Path) -> None:
         assert server.engine.state().tiers.ddr.misses == misses
     with pytest.raises(ValueError, match=r"run\.toml"), serving(run.store.path, warm_up=str(run_file)):
         pass
+
+
+def test_an_event_time_reaches_a_replica_its_server_and_the_metrics(tmp_path: Path) -> None:
+    source, replica, begin = tmp_path / "source", tmp_path / "replica", time.time() - 200
+    change(source, 1)
+
+    def commit(event_time: float) -> None:
+        with tierstore.open(source, **SMALL) as store:
+            store.commit(extra={"event_time": event_time}, tensors={})
+            assert store.stats().event_time == event_time
+        apply_update(replica, make(source).path)
+
+    commit(begin)
+    with serving(replica) as server:
+        assert server.metric("tierstore_event_time_seconds") == pytest.approx(begin)
+        assert 200 <= (to_served := server.metric("tierstore_event_to_served_seconds")) < 260
+        commit(begin + 190)
+        wait_for(lambda: server.engine.state().event_time_seconds == begin + 190)
+        assert 10 <= server.engine.state().event_to_served_seconds < to_served - 100
 
 
 @pytest.fixture(scope="module")

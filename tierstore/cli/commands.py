@@ -17,6 +17,7 @@ from ..system.terminal import arg, byte_bar, command, progress_bar
 if TYPE_CHECKING:
     from .. import optim
     from ..exchange import ImportReport
+    from ..feed import Feed
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -409,6 +410,69 @@ PUBLISH: Final = command(
     """examples:
   tierstore publish shop --host 0.0.0.0 --token-file token --urgent 0.05
   tierstore publish shop --into /srv/www/shop""",
+)
+
+
+def _feed(options: argparse.Namespace) -> int:
+    from ..feed import Feed, open_sink
+    from ..store import open_store
+    from ..train.build import loaded
+
+    if options.once and options.follow:
+        raise ValueError("--once ends and --follow goes on: give one of them")
+    given = {name: value for name in ("prefix", "dtype", "ttl") if (value := getattr(options, name)) is not None}
+    is_own = not given and re.fullmatch(r"[\w.]+:[\w.]+", options.to)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{options.to.rpartition('@')[2]} {options.prefix or ''}")[-100:].strip("-")
+    with contextlib.ExitStack() as held:
+        sink = loaded(options.to, "--to")() if is_own else open_sink(options.to, **given)
+        held.callback(sink.close)
+        store = held.enter_context(open_store(options.directory, mode="r", ddr=0))
+        show = partial(progress_bar, "feed", unit=" rows", unit_scale=True)
+        say, consumer = partial(print, flush=True), options.consumer or name
+        feed = Feed(store, sink, consumer=consumer, tables=options.table, say=say, progress=show)
+        held.callback(feed.close)
+        if options.metrics_port is not None:
+            _offer_metrics(feed, options.metrics_port)
+        if options.once:
+            print(end="" if feed.step() else "nothing is new\n")
+        else:
+            held.enter_context(contextlib.suppress(KeyboardInterrupt))
+            feed.follow()
+    return 0
+
+
+def _offer_metrics(feed: "Feed", port: int) -> None:
+    from ..feed.base import needed
+
+    prometheus = needed("prometheus_client", "--metrics-port")
+    registry = prometheus.CollectorRegistry()
+    for name in ("num_rows", "version", "event_time"):
+        gauge = prometheus.Gauge(f"tierstore_feed_{name}", f"{name} of tierstore.feed.Feed", registry=registry)
+        gauge.set_function(partial(getattr, feed, name))
+    prometheus.start_http_server(port, registry=registry)
+
+
+FEED: Final = command(
+    _feed,
+    (
+        DIRECTORY,
+        arg("--to", required=True, metavar="SINK", help="folder, redis://HOST:PORT/DB, or package.module:Class"),
+        arg("--follow", help="go on with each commit, until Ctrl-C; the default"),
+        arg("--once", help="take what is new, and end"),
+        arg("--table", action="append", default=[], metavar="NAME", help="a table to take; default: all"),
+        arg("--consumer", metavar="NAME", help="of the store's cursor for this sink (default: made of SINK)"),
+        arg("--prefix", metavar="TEXT", help="of Redis: keys are TEXT:TABLE:ID (default: tierstore)"),
+        arg("--dtype", choices=("float32", "stored"), help="of Redis: type of the values (default: float32)"),
+        arg("--ttl", type=int, metavar="S", help="of Redis: seconds until a row that is not written again is gone"),
+        arg("--metrics-port", type=int, metavar="N", help="serve metrics for Prometheus there"),
+    ),
+    "keep Parquet files, Redis or an index equal to a store",
+    "Take the rows that each commit changed or deleted to a folder of Parquet files, to Redis, or to a class of your "
+    "own. Killed and started again, it goes on: the sink is equal to the store's last commit. DIR may be trained on.",
+    """examples:
+  tierstore feed shop --to /srv/feed/shop --once
+  tierstore feed shop --to redis://localhost:6379/0 --prefix shop --table item
+  tierstore feed shop --to package.module:Class""",
 )
 
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,7 @@ from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
 from ..system.terminal import Command, KeyFlags, arg, byte_bar, command, group, key_arguments, show_help
-from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
+from .commands import BACKUP, COMPACT, COMPILE, DIRECTORY, EXPORT, FEED, IMPORT, PUBLISH, QUANTIZE, RESHARD
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
+
+
+def iso_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
 
 
 def _depth(text: str) -> int | str:
@@ -49,6 +54,7 @@ _TRAIN_FLAGS: Final[KeyFlags] = {
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
     "--prefetch-depth": ("train.prefetch_depth", _depth, "N", "batches fetched ahead; auto: 2 where that is faster"),
+    "--until": ("data.until", iso_time, "TIME", "when a run that follows a folder ends, as 2026-12-01T18:00"),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
     "--metrics": ("train.metrics", str, "FILE.jsonl", "write losses, tests and commits as JSON lines"),
 }
@@ -167,6 +173,7 @@ def _train(options: argparse.Namespace) -> int:
     from ..settings.sections import to_toml
     from ..train import RunConfig, train
     from ..train.config import load
+    from .commands import require_outputs
 
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
@@ -438,6 +445,7 @@ _COMMANDS: Final = {
   tierstore serve serve.toml --port 9000""",
     ),
     "publish": PUBLISH,
+    "feed": FEED,
     "compile": COMPILE,
     "completion": command(
         _completion,

@@ -92,12 +92,14 @@ class IdStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """All tiers of a store, and the dynamic ids that it has used. Printed, a table of what is not zero."""
+    """All tiers of a store, and the dynamic ids that it has used. Printed, a table of what is not zero.
+    ``event_time``: the greatest of the rows that the version shown was trained on, in Unix seconds, if it has any."""
 
     hbm: TierStats
     ddr: TierStats
     ssd: TierStats
     ids: IdStats = IdStats()
+    event_time: float | None = None
 
     @property
     def tiers(self) -> dict[str, TierStats]:
@@ -108,8 +110,9 @@ class Stats(NamedTuple):
         """All numbers by name, as ``"ddr.hits"``, ``"ddr.hit_rate"`` and ``"ids.rows"``: what loggers of metrics
         take."""
         rates = {f"{tier}.hit_rate": counts.hit_rate for tier, counts in self.tiers.items()}
-        parts = self._asdict().items()
-        return {f"{part}.{name}": count for part, counts in parts for name, count in counts._asdict().items()} | rates
+        parts: Any = {**self.tiers, "ids": self.ids}.items()
+        counted = {f"{part}.{name}": count for part, counts in parts for name, count in counts._asdict().items()}
+        return counted | rates | ({} if self.event_time is None else {"event_time": self.event_time})
 
     def _rows(self) -> list[list[str]]:
         numbers, rows = self.to_dict(), [["", *self.tiers]]
@@ -131,5 +134,6 @@ class Stats(NamedTuple):
 
 def total(stats: Sequence[Stats]) -> Stats:
     """What several stores did, as one's."""
-    parts: Any = (type(each[0])(*map(sum, zip(*each, strict=True))) for each in zip(*stats, strict=True))
-    return Stats(*parts)
+    counts = zip(*(each[:-1] for each in stats), strict=True)
+    parts: Any = (type(each[0])(*map(sum, zip(*each, strict=True))) for each in counts)
+    return Stats(*parts)._replace(event_time=max(filter(None, (each.event_time for each in stats)), default=None))

@@ -24,6 +24,7 @@ from ..settings.sections import nearest
 from ..store import Store, open_store
 from ..store.manifest import Manifest
 from ..store.refresh import Newer
+from ..store.version import event_time_of
 from ..system.checks import excerpt
 from ..train.checkpoint import saved_config
 from ..updates.update_file import origin_of
@@ -74,6 +75,8 @@ class StoreEngine:
         self.version, self.commit_id = 0, ""  # a number may be that of another commit, too
         self.newest_version = 0
         self._stale_since: float | None = None
+        self._event_time: float | None = None
+        self._event_served_at = 0.0  # when a version with that event time was shown first
         self._moving = asyncio.Lock()
         self._is_ready = False
         self.watched: Watch | None = None
@@ -129,7 +132,10 @@ class StoreEngine:
         _LOG.info("serving version %d of %s: %d models", self.version, store.directory, len(models.by_name))
 
     def _note_shown(self, store: Store) -> None:
-        origin = origin_of(store.extra)
+        extra = store.extra
+        origin, event_time = origin_of(extra), event_time_of(extra)
+        if event_time != self._event_time:
+            self._event_time, self._event_served_at = event_time, time.time()
         self.version = self.newest_version = store.version if origin is None else origin.version
         known = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
         self.commit_id = known or f"version {self.version}"
@@ -418,7 +424,7 @@ class StoreEngine:
 
     def state(self) -> State:
         """Tiers, versions and models as they are now, for metrics."""
-        store, stale_since = self._store, self._stale_since
+        store, stale_since, event_time = self._store, self._stale_since, self._event_time
         tiers = _NOTHING
         with contextlib.suppress(TierstoreError):  # closed meanwhile
             tiers = tiers if store is None else store.stats()
@@ -431,6 +437,8 @@ class StoreEngine:
             tiers=tiers,
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
+            event_time_seconds=event_time,
+            event_to_served_seconds=None if event_time is None else self._event_served_at - event_time,
         )
 
     def extra(self) -> Mapping[str, Any]:

@@ -222,7 +222,8 @@ class Window:
 class State(NamedTuple):
     """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
     served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model;
-    ``stores``: by name, if there are several; ``watch``: the newest loss on watched rows, if that was measured."""
+    ``stores``: by name, if there are several; ``watch``: the newest loss on watched rows, if that was measured; event
+    times: None if the version has none."""
 
     live: bool
     ready: bool
@@ -233,6 +234,8 @@ class State(NamedTuple):
     queued_samples: dict[str, int]
     stores: Mapping[str, "State"] = {}
     watch: WatchReading | None = None
+    event_time_seconds: float | None = None
+    event_to_served_seconds: float | None = None
 
 
 Source = Callable[[], State]
@@ -245,6 +248,8 @@ _STATE: Final = {
     "version": "Version of the store that is served.",
     "newest_version": "Newest version of the store that is known.",
     "staleness_seconds": "For how long a newer version than the one served has been known.",
+    "event_time_seconds": "Greatest event time of the rows that the version was trained on, Unix time.",
+    "event_to_served_seconds": "From that event to when this server first showed a version with it.",
 }
 _TIER_COUNTERS: Final = {
     "lookups": "Ids asked of the tier, duplicates counted.",
@@ -284,4 +289,4 @@ class StateCollector(Collector):
 
 
 def _fields(records: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-    return {key: getattr(each, name) for key, each in records.items()}
+    return {key: value for key, each in records.items() if (value := getattr(each, name)) is not None}

@@ -51,7 +51,7 @@ from .pools import Memory, Pools
 from .recording import Recorder
 from .refresh import Follower, Newer
 from .table import OF_MODULES, Table
-from .version import RANK_KEY, unpack_tensors
+from .version import RANK_KEY, event_time_of, unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
@@ -424,7 +424,14 @@ class Store(ClosedWhenDropped, Unpicklable):
             before.close()
         settle(_SETTLE_SECONDS)
         memory, reader = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), self
-        options: dict[str, Any] = {"version": None, "keep": 1, "slack": 2.0, "threads": 1, "dtype": None}
+        options: dict[str, Any] = {
+            "version": None,
+            "keep": 1,
+            "slack": 2.0,
+            "threads": 1,
+            "dtype": None,
+            "check_finite": None,
+        }
         if not self._follows:
             reader = Store(self.directory, memory, readonly=True, **options)
         feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
@@ -461,9 +468,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         self._catalog.minutes = minutes
 
     def stats(self) -> Stats:
-        """Running totals of each tier since the store was opened."""
+        """Running totals of each tier since the store was opened, and the event time of the version shown."""
         self.require_open()
-        return self._pools.stats()
+        return self._pools.stats()._replace(event_time=event_time_of(self._catalog.version.extra))
 
     def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> Recorder:
         """Record which rows are looked up from now on, as a trace.

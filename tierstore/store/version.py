@@ -81,6 +81,7 @@ class Lineage(NamedTuple):
 
 NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release without identities
 ORIGIN_KEY: Final = "tierstore.update"  # in the ``extra`` of a replica's commits: whose rows they have
+EVENT_TIME_KEY: Final = "event_time"  # in the ``extra`` of any commit: the greatest of what it was trained on
 RANK_KEY: Final = "tierstore.dist"  # in the ``extra`` of a rank's commits: whose part it is, see ``dist.parts``
 CHECKPOINT_NAME: Final = "tierstore.checkpoint"  # of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote
 _LENGTH_BYTES: Final = 8
@@ -97,6 +98,12 @@ class TableState(NamedTuple):
         if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
             raise ValueError("a table's step or learning rate is out of range")
         return cls(step, float(rate))
+
+
+def event_time_of(extra: dict[str, Any]) -> float | None:
+    """The greatest event time of what was trained by the commit with this ``extra``, in Unix seconds; None: unknown."""
+    found = extra.get(EVENT_TIME_KEY)
+    return float(found) if isinstance(found, int | float) else None
 
 
 class Version(NamedTuple):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from ..store import Store, open_store
 from ..trace import TableTrace, Trace
 from .config import RunConfig
 from .processes import ALONE, Processes
-from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
+from .readers import Categories, DataError, FeatureHasher, FollowingReader, Reader, Schema, open_reader
 from .readers.arrow import ArrowReader
 from .readers.shuffled import ShuffledReader, random_order
 
@@ -91,12 +92,14 @@ def loaded(name: str, key: str) -> Any:
     return found
 
 
-def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
-    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: it cannot be read."""
+def open_data(config: RunConfig, *, follow: bool = False) -> tuple[Reader, FeatureHasher]:
+    """The reader of ``data.path``, and the hashing of its categories into the tables. ``follow``: it waits for files
+    where ``data.follow`` says so; else it reads what is there. ValueError: it cannot be read."""
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
-    return _open(config, data.path), FeatureHasher(config.table_sizes, mode=data.hashing)
+    reader = _open(config, data.path, follow=follow and data.follow)
+    return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
 
 
 def open_test_data(config: RunConfig, reader: Reader) -> Reader:
@@ -104,8 +107,11 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
     return _open(config, config.data.test_path) if config.data.test_path else reader
 
 
-def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
-    """The training data as an epoch reads them. ConfigError: there are no files to shuffle."""
+def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int, position: dict[str, Any] | None = None) -> Reader:
+    """The training data as an epoch reads them; ``position``: of a reader that follows a folder. ConfigError:
+    there are no files to shuffle."""
+    if isinstance(reader, FollowingReader) and position is not None:
+        reader.seek(position)
     key, size = (config.train.seed, epoch), config.data.shuffle_rows
     if config.data.shuffle_files:
         if not isinstance(reader, ArrowReader):
@@ -114,12 +120,18 @@ def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
     return ShuffledReader(reader, size, key) if size else reader
 
 
-def _open(config: RunConfig, path: str) -> Reader:
+def _open(config: RunConfig, path: str, *, follow: bool = False) -> Reader:
     data = config.data
     columns: Any = {"label": data.label_column, "dense": data.dense_columns, "sparse": data.sparse_columns}
-    columns |= {"weight": data.weight_column, "group": config.metrics.group, "segment": config.metrics.segment}
-    schema = Schema(**columns, rule=data.rule, longest=data.max_list_length)
-    return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
+    columns |= {"weight": data.weight_column, "event_time": data.time_column}
+    columns |= {"group": config.metrics.group, "segment": config.metrics.segment}
+    options: Any = {"schema": Schema(**columns, rule=data.rule, longest=data.max_list_length), "quoting": data.quoting}
+    if not follow:
+        return open_reader(path, data_format=data.format, **options)
+    return FollowingReader(
+        path, order=data.follow_order, late=data.late_files, settle_seconds=data.settle_seconds,
+        until=data.until or math.inf, checks_files=data.check_files, **options,
+    )  # fmt: skip
 
 
 def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ..errors import NonFiniteError, ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
+from ..store.version import EVENT_TIME_KEY
 from ..system.checks import excerpt
 from .build import Run, dense_parameters, dense_state
 from .config import RunConfig
@@ -24,6 +25,7 @@ _GONE: Final = "train.lookahead"  # of runs of 0.1
 _FREE_KEYS: Final = frozenset(
     {
         *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
+        *("data.time_column", "data.late_files", "data.settle_seconds", "data.until", "train.commit_seconds"),
         *("train.test_every_steps", "train.test_every_minutes", "train.patience", "train.keep_best"),
         *("train.callbacks", "train.metrics", "train.metrics_every", "train.tensorboard"),
         *("ranks.plan", "ranks.timeout_seconds"),
@@ -42,6 +44,7 @@ class Position:
         best_version: whose it is; 0: that of the commit that holds this.
         tested, tests_since: the step of the last test, and how many tests came after the best.
         ended: epochs that the run was to have when it ended at its best version, or early; 0 as long as it goes on.
+        reader, event_time: where a reader that follows a folder is; the greatest of trained rows, Unix seconds.
     """
 
     step: int = 0
@@ -52,6 +55,8 @@ class Position:
     tested: int = 0
     tests_since: int = 0
     ended: int = 0
+    reader: dict[str, Any] | None = None
+    event_time: float | None = None
 
     def after(self, value: float) -> "Position":
         """The same, tested with that figure."""
@@ -79,6 +84,8 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
     tensors |= {f"metrics.{name}": each for name, each in run.metrics.state_dict(run.processes.gather).items()}
     extra: dict[str, Any] = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
     extra[_EXTRA_KEY]["files"] = [list(file) for file in files]
+    if position.event_time is not None:
+        extra[EVENT_TIME_KEY] = position.event_time
     return run.processes.commit(run.store, extra, tensors)
 
 

@@ -26,6 +26,7 @@ from ..system.checks import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
 from .readers.categories import Hashing
+from .readers.following import FollowOrder, LateFiles
 
 _MAX_THREADS, _MAX_WIDTH, _MAX_LAYERS, _MAX_SEGMENTS = 1024, 1 << 20, 1000, 100
 _MAX_COUNT, _MAX_TIMEOUT, _MAX_RATE = (1 << 63) - 1, 1 << 20, 1e30
@@ -91,6 +92,12 @@ class DataSection(Checked):
     shuffle_rows: int = option(0, "rows to shuffle in memory, in multiples of batch_size; 0: none", low=0, high=1 << 26)
     shuffle_files: bool = option(False, "each epoch reads the folder's files in another order (Parquet, CSV)")
     check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
+    time_column: str = option("", 'column of event times: Unix seconds, or timestamps in Parquet; "": none')
+    follow: bool = option(False, "read files as they come to the folder, once, until a file _END comes")
+    follow_order: FollowOrder = option("name", 'in which files are read: "name", or "time", of their first rows')
+    late_files: LateFiles = option("error", 'what becomes of files that come out of order or stay cut short: or "skip"')
+    settle_seconds: float = option(1.0, "for which a CSV or npy file must not have changed", low=0, high=_MAX_TIMEOUT)
+    until: float = option(0.0, "Unix seconds at which it ends as by a file _END; 0: never", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +109,10 @@ class DataSection(Checked):
         good = any(weights) and all(0 <= weight <= _MAX_RATE for weight in weights) and len(weights) == len(labels) > 1
         expected = "a weight of 0 or more for each of several labels, not all 0"
         _require(good or not weights, "data.label_weights", weights, expected)
+        is_plain = self.format == "auto" and not (self.train_rows or self.shuffle_rows or self.shuffle_files)
+        expected = 'false with data.train_rows, shuffle_rows, shuffle_files, or a format other than "auto"'
+        _require(is_plain or not self.follow, "data.follow", self.follow, expected)
+        _require(self.follow or not self.until, "data.until", self.until, "0 without data.follow")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -247,6 +258,7 @@ class TrainSection(Checked):
         "auto", 'batches whose rows are fetched ahead; "auto": 2 where that is faster', low=0, high=_MAX_THREADS
     )
     commit_every: int = option(1000, "steps between commits; 0: only at the end", low=0, high=_MAX_COUNT)
+    commit_seconds: float = option(0.0, "commit, too, when so many have passed since; 0: not", low=0, high=_MAX_RATE)
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
     test_every_steps: int = option(0, "evaluate after so many steps, too; 0: not", low=0, high=_MAX_COUNT)
     test_every_minutes: float = option(0.0, "evaluate when so many have passed; 0: not", low=0, high=_MAX_RATE)
@@ -308,7 +320,8 @@ class RunConfig:
         _require(is_dynamic == (self.data.hashing == "none"), "data.hashing", self.data.hashing, expected)
         good = self.optimizer.dense != "hessian-free" or not (self.model.towers or self.model.class_)
         _require(good, "optimizer.dense", "hessian-free", "another rule with model.towers or model.class")
-        size, batch = self.data.shuffle_rows, self.train.batch_size
+        size, batch, epochs = self.data.shuffle_rows, self.train.batch_size, self.train.epochs
+        _require(epochs == 1 or not self.data.follow, "train.epochs", epochs, "1 with data.follow")
         _require(not size % batch, "data.shuffle_rows", size, f"a multiple of train.batch_size, {batch:,}")
         tests = (self.train.test_each_epoch, self.train.test_every_steps, self.train.test_every_minutes)
         wanted, good = self.train.patience or self.train.keep_best, self.data.has_test and any(tests)

@@ -88,10 +88,10 @@ class ManyProcesses:
                     f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
                     "one process, which tierstore trace record writes down without training"
                 )
-            if config.train.keep_best or config.train.test_every_minutes:
+            if config.data.follow or config.train.keep_best or config.train.test_every_minutes:
                 raise ValueError(
-                    "train.keep_best and test_every_minutes are for one process; over ranks set train.test_every_steps "
-                    "and, for tierstore rollback to choose from, more versions of store.keep"
+                    "data.follow, train.keep_best and test_every_minutes are for one process; to test over ranks set "
+                    "train.test_every_steps and, for tierstore rollback to choose from, more versions of store.keep"
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None

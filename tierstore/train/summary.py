@@ -43,6 +43,8 @@ class Point(NamedTuple):
     ddr_unique: int
     bytes_read: int  # from SSD, rows fetched ahead included
     bytes_written: int  # to SSD, rows written back and committed
+    dated_commits: int = 0  # with an event time
+    event_seconds: float = 0.0  # from the greatest event of each of these until it was durable
 
 
 class History:
@@ -59,6 +61,7 @@ class History:
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
         self.windows: list[dict[str, float]] = []  # as of ``Metrics.compute``, with their last step; at most 200
         self._before = _totals(tiers())
+        self._dated: list[Any] = [0, 0.0]
         self._marks = [self._mark()]
         """Points, and their sums of losses, which a device may still compute."""
 
@@ -88,6 +91,11 @@ class History:
         if len(self.windows) > RANGES_MAX:
             del self.windows[::2]
 
+    def commit(self, event_time: float | None) -> None:
+        """Count a commit that has become durable; the time in Unix seconds."""
+        if event_time is not None:
+            self._dated = [self._dated[0] + 1, self._dated[1] + time.time() - event_time]
+
     def close(self) -> None:
         """End it: what was done since the last step, as its commit, counts to the last range."""
         if self._marks[-1][0].step == self._step:
@@ -100,7 +108,8 @@ class History:
 
     def _mark(self) -> tuple[Point, Tensor]:
         totals = (now - before for now, before in zip(_totals(self.tiers()), self._before, strict=True))
-        return Point(self._step, self.samples, time.perf_counter() - self._started, 0.0, *totals), self._loss_sum
+        seconds = time.perf_counter() - self._started
+        return Point(self._step, self.samples, seconds, 0.0, *totals, *self._dated), self._loss_sum
 
 
 def _totals(stats: Stats) -> list[int]:
@@ -190,7 +199,8 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
     trained = f"{rows:,} rows in {run['seconds']:.1f} s"
     if not rows and not run["interrupted"]:
         more = max(epochs, run.get("ended", 0)) + 1
-        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {more} goes on"
+        complete = f"complete after {format_count(epochs, 'epoch')}; --epochs {more} goes on"
+        trained = f"nothing: {complete if more > 1 else 'no file came'}"
     figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
     losses = {"training loss": run["loss"]}
     last: dict[str, Any] = next(reversed(run.get("windows", ())), {})
@@ -230,6 +240,7 @@ _RATES: Final = (
     _Rate("Hit rate of the HBM tier", "%", "hbm_hits", "hbm_unique", 100),
     _Rate("Hit rate of the DDR tier", "%", "ddr_hits", "ddr_unique", 100),
     _Rate("Read from SSD: rows not in memory, fetched ahead", "KiB a step", "bytes_read", "step", 2**-10),
+    _Rate("From the newest event to its commit", "s", "event_seconds", "dated_commits", 1),
     _Rate("Written to SSD: rows evicted, and commits", "KiB a step", "bytes_written", "step", 2**-10),
 )
 

@@ -83,7 +83,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
     if section.record:
         require_recordable(section.record)
     require_alike(config, processes)
-    reader, hasher = open_data(config)
+    reader, hasher = open_data(config, follow=True)
     test_reader = open_test_data(config, reader)
     _require_rows(config, reader, test_reader)
     with kept_if_committed(Path(section.path)), open_run_store(config, processes) as store:
@@ -164,7 +164,9 @@ class Progress:
 
     def step(self, rows: int) -> None:
         now = time.monotonic()
-        if not self._bar.disable and now >= self._next_refresh:
+        if not rows:
+            self._bar.set_postfix_str("waiting for files")
+        elif not self._bar.disable and now >= self._next_refresh:
             self._next_refresh, stats = now + _REFRESH_SECONDS, self._history.tiers()
             hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
             self._bar.set_postfix_str(
@@ -232,13 +234,14 @@ class _Training:
         )
         self.listeners: list[Callable[[Record], object]] = []
         self._stopped, self._tested_at = False, time.monotonic()
+        self._at_end, self._committed_at = False, time.monotonic()  # of a folder that was followed
         self._tested: tuple[int, Evaluation] | None = None  # the step after which, and the result
         self._pending: PendingCommit | None = None
         self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
 
     @property
     def is_whole(self) -> bool:
-        return max(self.position.epoch, self.position.ended) >= self._config.train.epochs
+        return self._at_end or max(self.position.epoch, self.position.ended) >= self._config.train.epochs
 
     def train(self) -> None:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
@@ -289,9 +292,14 @@ class _Training:
     def _train_epoch(self, stop: StopRequest) -> None:
         section, every = self._config.train, self._config.train.commit_every
         stop_row = self._config.data.train_rows or None
-        reader = reader_of_epoch(self._config, self._reader, self.position.epoch)
+        reader = reader_of_epoch(self._config, self._reader, self.position.epoch, self.position.reader)
         with contextlib.closing(self._batches(reader, self.position.row, stop_row)) as batches:
             for batch in batches:
+                if not batch.total_rows:
+                    self._wait(batch, stop)
+                    if self._stopped:
+                        return
+                    continue
                 set_rates(self.run, self._config.optimizer, self.position.step)
                 if self._config.model.class_:  # which may draw: what, the step and the rank decide
                     torch.manual_seed((section.seed << 44 ^ self.position.step << 12 ^ self.run.processes.rank) % 2**63)
@@ -300,7 +308,8 @@ class _Training:
                     self.start_bytes = own_bytes()
                 self.history.step(batch.total_rows, loss)
                 step, row = self.position.step + 1, self.position.row + batch.total_rows
-                self.position = replace(self.position, step=step, row=row)
+                newest = max(filter(None, (self.position.event_time, batch.event_time)), default=None)
+                self.position = replace(self.position, step=step, row=row, reader=batch.position, event_time=newest)
                 self.progress.step(batch.total_rows)
                 self._report("step", self.position, loss=loss)
                 if self.run.metrics.is_full:
@@ -313,13 +322,16 @@ class _Training:
                     self._test(f"step {step:,}")
                     if self.is_whole:
                         return
-                elif every and step % every == 0:
+                elif (every and step % every == 0) or self._is_commit_due():
                     self._end_commit()
                     self._begin_commit()
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
         if not self.position.row:
             raise DataError(f"{self._reader.path} has no rows to train on")
+        if self._config.data.follow:
+            self._at_end = True
+            return
         self.progress.expect(self.position.row * section.epochs)
         self.position = replace(self.position, epoch=self.position.epoch + 1, row=0)
         if section.test_each_epoch:
@@ -330,6 +342,21 @@ class _Training:
         figures = self.run.metrics.compute(self.run.processes.gather)
         self.history.window(figures)
         self._report("metrics", self.position, **figures)
+
+    def _wait(self, batch: Batch, stop: StopRequest) -> None:
+        """Do what is due while a folder has nothing new."""
+        self.progress.step(0)
+        self.position = replace(self.position, reader=batch.position)
+        self._end_commit()
+        if self._is_commit_due():
+            self._begin_commit()
+        self._stopped = stop.requested
+
+    def _is_commit_due(self) -> bool:
+        """By time: once there are new steps, and no commit is in flight."""
+        seconds, is_idle = self._config.train.commit_seconds, self._pending is None or self._pending.done()
+        is_due = 0 < seconds <= time.monotonic() - self._committed_at
+        return is_due and is_idle and self.position.step > self._commit[0].step
 
     def _test(self, when: str) -> None:
         """Test unless that was done, and commit before it and with what came out, which may end the run."""
@@ -360,6 +387,7 @@ class _Training:
         best, local, keep = self.position.best_version, self.run.local, self._config.store.keep
         if self._config.train.keep_best:  # that one stays, besides the last ones
             local.dropped, local.keep = self.position.dropped(local.versions, keep), keep + (best in local.versions)
+        self._committed_at = time.monotonic()
         self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
         if self.position.best is not None:
             self.position = replace(self.position, best_version=best or self._pending.version)
@@ -370,6 +398,7 @@ class _Training:
         pending, self._pending = self._pending, None
         if pending is not None:
             (position, loss), version = self._commit, pending.result()
+            self.history.commit(position.event_time)
             if is_said:
                 of_loss = "" if loss is None else f", loss {loss:.4f}"
                 self.progress.say(f"step {position.step:,}: committed version {version}{of_loss}")
@@ -443,14 +472,14 @@ def warm_up(config: RunConfig) -> None:
 
 
 def _take_steps(config: RunConfig) -> None:
-    (reader, hasher), size, limit = open_data(config), config.train.batch_size, config.data.train_rows
+    (reader, hasher), size, limit = open_data(config, follow=True), config.train.batch_size, config.data.train_rows
     stop_row = min(limit, _STEPS * size) if limit else None
     with open_run_store(config) as store:
         run = build_run(config, store)
         for epoch in range(2):
             batches = reader.batches(hasher, batch_size=size, stop_row=stop_row)
             with contextlib.closing(feed(run, batches, depth=config.train.prefetch_depth)) as ahead:
-                for batch in itertools.islice(ahead, _STEPS):
+                for batch in itertools.islice(itertools.takewhile(len, ahead), _STEPS):
                     train_step(run, batch)
             commit_run(run, config, Position(epoch=epoch + 1)).result()
 

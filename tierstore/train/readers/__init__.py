@@ -14,6 +14,7 @@ from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, Reader, Schema, den
 from .categories import Categories, FeatureHasher
 from .criteo import CriteoReader
 from .csv import CsvReader
+from .following import FollowingReader
 from .npy import NpyReader
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DataFile",
     "DataFormat",
     "FeatureHasher",
+    "FollowingReader",
     "NpyReader",
     "ParquetReader",
     "Reader",

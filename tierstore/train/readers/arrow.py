@@ -187,7 +187,8 @@ class _Record:
         each = [self._labels(name) for name in schema.labels]
         labels = each[0] if len(each) == 1 else np.stack(each, axis=1)
         weights = self._weights(schema.weight) if schema.weight else None
-        return RawRows.of_bags(labels, dense, bags, times)._replace(weights=weights)
+        moments = self._seconds(schema.event_time) if schema.event_time else None
+        return RawRows.of_bags(labels, dense, bags, times)._replace(weights=weights, event_times=moments)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
@@ -215,6 +216,14 @@ class _Record:
         weights = self._numbers(name, self._column(name))
         self._check(name, fits_float32(weights) & (weights >= 0), "a weight, a finite number of 0 or more")
         return np.array(weights, np.float32)
+
+    def _seconds(self, name: str) -> Float64s:
+        import pyarrow as pa
+
+        column, unit = self._column(name), 1.0
+        if pa.types.is_timestamp(column.type):
+            column, unit = column.cast(pa.timestamp("us", column.type.tz), safe=False).cast(pa.int64()), 1e6
+        return np.asarray(self._numbers(name, column), np.float64) / unit
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:
         """[n], NaN where null."""

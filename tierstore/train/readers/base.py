@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ids.texts import FROM_ZERO, MISSING, CategoryRule
-from ...kernels.arrays import Bools, Floats, Int64s
+from ...kernels.arrays import Bools, Float64s, Floats, Int64s
 from ...nn.jagged import KeyedJaggedTensor
 from .categories import Categories, FeatureHasher, OutsideTableError
 
@@ -33,6 +33,7 @@ class Schema:
     feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become.
     ``group``, ``segment``: categorical columns of metrics, which may be the model's, too.
     ``longest``: how many of a list are kept, the last ones; 0: all.
+    ``event_time``: the column that says when a row happened; "": none.
     ``times``: pairs of a categorical column and one that has a time for each of its values."""
 
     label: str | tuple[str, ...]
@@ -44,6 +45,7 @@ class Schema:
     segment: str = ""
     longest: int = 0
     times: tuple[tuple[str, str], ...] = ()
+    event_time: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -53,7 +55,8 @@ class Schema:
     @property
     def columns(self) -> list[str]:
         """The names of all."""
-        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.categorical, *self.time_columns]
+        single = filter(None, [self.weight, self.event_time])
+        return [*self.labels, *single, *self.dense, *self.categorical, *self.time_columns]
 
     @property
     def categorical(self) -> tuple[str, ...]:
@@ -95,6 +98,7 @@ class RawRows(NamedTuple):
     times: Categories | None = None  # of ``Schema.time_columns``, in bags as those of their categorical columns
     weights: Floats | None = None
     """[n], 0 or more."""
+    event_times: Float64s | None = None  # [n], Unix seconds; NaN where missing
 
     @classmethod
     def of_bags(cls, labels: Floats, dense: Floats, bags: Sequence[Any], times: Sequence[Any]) -> "RawRows":
@@ -108,16 +112,16 @@ class RawRows(NamedTuple):
         """The rows of each part, copied unless there is one part."""
         if len(parts) == 1:
             return parts[0]
-        labels, dense, categories, times, weights = zip(*parts, strict=True)
+        labels, dense, categories, times, *single = zip(*parts, strict=True)
         beside = None if times[0] is None else Categories.joined(times)
-        joined = None if weights[0] is None else np.concatenate(weights)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), beside, joined)
+        joined = [None if each[0] is None else np.concatenate(each) for each in single]
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), beside, *joined)
 
     def take(self, rows: Int64s) -> "RawRows":
         """These rows, in this order, copied."""
         times = None if self.times is None else self.times.take(rows)
-        weights = None if self.weights is None else self.weights[rows]
-        return RawRows(self.labels[rows], self.dense[rows], self.categories.take(rows), times, weights)
+        single: Any = (None if each is None else each[rows] for each in (self.weights, self.event_times))
+        return RawRows(self.labels[rows], self.dense[rows], self.categories.take(rows), times, *single)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class Batch:
     weights: Tensor | None = None
     times: KeyedJaggedTensor | None = None  # int64, by their columns; one for each id of the categorical column
     keys: tuple[Tensor | None, ...] = (None, None)  # of ``Schema.group`` and ``segment``: int64 [B], -1 for none
+    event_time: float | None = None  # the greatest of ``total_rows``, in Unix seconds
+    position: dict[str, Any] | None = None  # after the batch, of a reader with ``seek``
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -218,6 +224,7 @@ class Reader(ABC):
                     weights=None if rows.weights is None else torch.from_numpy(rows.weights),
                     times=None if rows.times is None else self._jagged(rows.times.last(self.schema.longest)),
                     keys=(self.keys_of(rows, self.schema.group), self.keys_of(rows, self.schema.segment)),
+                    event_time=None if whole.event_times is None else self._latest(whole.event_times, row),
                 )
                 row += total
             if stop_row is not None and row < stop_row:
@@ -234,6 +241,13 @@ class Reader(ABC):
         found = np.full(len(begins), MISSING)
         found[lengths > 0] = rows.categories.columns[column][(begins - begins[:1])[lengths > 0]]
         return torch.from_numpy(found)
+
+    def _latest(self, seconds: Float64s, row: int) -> float | None:
+        known = seconds[~np.isnan(seconds)]
+        if not ((known >= 0) & (known < 1e11)).all():
+            found = f"event times in {self.schema.event_time} are from {known.min():g} to {known.max():g}"
+            raise DataError(f"{self.place(row)} or after it: {found}; expected Unix seconds, not milliseconds")
+        return float(known.max()) if len(known) else None
 
     def _jagged(self, times: Categories) -> KeyedJaggedTensor:
         values, lengths = np.concatenate(times.columns), np.diff(times.offsets)

@@ -45,7 +45,7 @@ _UNREADABLE: Final = (
 class NpyReader(Reader):
     """Reads arrays of numbers, a row of each at a time.
 
-    - ``label.npy`` [N], or [N, L] of several: 0 or 1, or else -1 or 1. Of weights, their column's ``NAME.npy`` [N].
+    - ``label.npy`` [N], or [N, L] of several: 0 or 1, or else -1 or 1. Weights, event times: ``NAME.npy`` [N].
     - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
     - ``sparse.npy`` [N, F]: one category a column, then those of group and segment. Or an array for each column:
       ``NAME.npy`` [N], or [N, K] for up to K categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row
@@ -60,10 +60,9 @@ class NpyReader(Reader):
         self.schema = schema
         self._label = _map(self.path / "label.npy", "biuf", (len(schema.labels),) if len(schema.labels) > 1 else ())
         lengths = {"label.npy": len(self._label)}
-        self._weight: NDArray[Any] | None = None
-        if schema.weight:
-            self._weight = _map(self.path / f"{schema.weight}.npy", "biuf", ())
-            lengths[f"{schema.weight}.npy"] = len(self._weight)
+        single = {name: self.path / f"{name}.npy" for name in (schema.weight, schema.event_time) if name}
+        self._single = {name: _map(path, "biuf", ()) for name, path in single.items()}
+        lengths |= {f"{name}.npy": len(each) for name, each in self._single.items()}
         self._dense = np.empty((len(self._label), 0), np.float32)
         if schema.dense:
             self._dense = _map(self.path / "dense.npy", "biuf", (len(schema.dense),))
@@ -94,18 +93,20 @@ class NpyReader(Reader):
             label, dense = self._label[begin:end], self._dense[begin:end]
             _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
-            weights = None
-            if self._weight is not None:
-                weight, path = self._weight[begin:end], self.path / f"{self.schema.weight}.npy"
+            single: dict[str, Any] = {}
+            if name := self.schema.weight:
+                weight = self._single[name][begin:end]
                 good = fits_float32(weight) & (weight >= 0)
-                _check(path, begin, weight, good, "a weight, a finite number of 0 or more")
-                weights = weight.astype(np.float32)
+                _check(self.path / f"{name}.npy", begin, weight, good, "a weight, a finite number of 0 or more")
+                single["weights"] = weight.astype(np.float32)
+            if name := self.schema.event_time:
+                single["event_times"] = self._single[name][begin:end].astype(np.float64)
             label, dense = label.astype(np.float32), dense.astype(np.float32)
             if self._columns or self._matrix is None:
-                yield RawRows.of_bags(label, dense, *self._bags(begin, end))._replace(weights=weights)
+                yield RawRows.of_bags(label, dense, *self._bags(begin, end))._replace(**single)
                 continue
             matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
-            yield RawRows(label, dense, Categories.of_matrix(matrix), weights=weights)
+            yield RawRows(label, dense, Categories.of_matrix(matrix), **single)
 
     def _bags(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
         bags, times = list[Any](), list[Any]()

@@ -1,0 +1,317 @@
+"""A feed makes its sink equal to the store, over kills at any point, and refuses what would make it something else."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from bench import redis_server
+from bench.data import ROOT, examples
+from tests.children import fork, run
+from tierstore.cli import main
+from tierstore.feed import Feed, open_sink
+from tierstore.feed.redis import RedisSink
+
+parquet = pytest.importorskip("pyarrow.parquet")
+State = dict[str, dict[int, bytes]]
+"""Of each table that has rows their float32 bytes, by id."""
+DIM = 4
+_AT_ITS_END = 6
+SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
+
+
+@pytest.fixture
+def new_redis() -> Iterator[Callable[[], str]]:
+    """Starts a server, in place of the one before, and gives its URL."""
+    pytest.importorskip("redis", reason="needs redis-py: pip install redis")
+    if redis_server.COMMAND is None:
+        pytest.skip("needs a redis-server, as of apt-get install redis-server")
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder, contextlib.ExitStack() as running:
+
+        def start() -> str:
+            running.close()
+            return running.enter_context(redis_server.running(Path(folder)))
+
+        yield start
+
+
+class Shop:
+    """A store that changes at random; ``states``: what it held at each version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.random, self.states = random.Random(1), dict[int, State]()
+        self.store = tierstore.open(folder, keep=3, **SMALL)
+        self.create("item", {})
+        self.create("user", {"ids": tierstore.DynamicIds(), "num_embeddings": 64})
+        self.commit()
+
+    def create(self, name: str, fields: dict[str, Any]) -> None:
+        fields = {"num_embeddings": 500, "embedding_dim": DIM} | fields
+        self.store.create_table(tierstore.TableConfig(name=name, **fields))
+
+    def change(self) -> None:
+        """Rows and ids of any table, now and then tables, or back to an earlier version and on from there."""
+        for _ in range(self.random.randint(1, 3)):
+            table = self.store[self.random.choice(sorted(self.store))]
+            ids = torch.tensor(self.random.sample(range(500), self.random.randint(1, 40)))
+            if table.ids is not None:
+                ids = ids * 2**54 - 2**62
+                table.evict(ids[:10])
+                table.admit(ids[10:])
+                ids = ids[torch.isin(ids, torch.cat([*table.written()]))]
+            table.write(ids, torch.randn(len(ids), DIM))
+        self.commit()
+        (extra, *_), rows = [*set(self.store) - {"item", "user"}, ""], self.store["item"].config.num_embeddings
+        changes: list[Callable[[], object]] = [
+            lambda: self.store.change_table("item", num_embeddings=rows + 100),
+            lambda: self.store.rollback(self.store.versions[0]),
+            lambda: self.store.drop_table(extra) if extra else self.create("a/b:c", {"dtype": "bfloat16"}),
+            lambda: self.store.change_table(extra, name=f"{extra}'") if extra else None,
+        ]
+        self.random.choice([lambda: None] * 4 + changes)()
+        self.store["item"].write(torch.tensor([self.random.randrange(500)]), torch.randn(1, DIM))
+        self.commit()
+
+    def commit(self) -> None:
+        self.states[self.store.commit(extra={"event_time": time.time()})] = self.state
+
+    @property
+    def state(self) -> State:
+        ids = {name: torch.cat([torch.empty(0, dtype=torch.long), *self.store[name].written()]) for name in self.store}
+        rows = {name: self.store[name].read(each).float().numpy() for name, each in ids.items() if len(each)}
+        return {name: dict(zip(ids[name].tolist(), map(bytes, each), strict=True)) for name, each in rows.items()}
+
+
+def in_parquet(folder: str) -> State:
+    """What a reader makes of the folders that it sees."""
+    found: State = {}
+    for each in sorted(path for path in Path(folder).iterdir() if not path.name.startswith(".")):
+        manifest = json.loads((each / "manifest.json").read_text())
+        files = [path.name for path in each.iterdir() if path.suffix == ".parquet"]
+        assert sorted(files) == sorted(file["file"] for file in manifest["files"])
+        for name in [*found] if manifest["is_full"] else manifest["dropped"]:
+            found.pop(name, None)
+        for file in manifest["files"]:
+            rows, table = found.setdefault(file["table"], {}), parquet.read_table(each / file["file"])
+            assert file["table"] == unquote(file["file"]).removesuffix(".parquet")
+            assert (table["vector"].null_count, len(table)) == (file["deletes"], file["deletes"] + file["rows"])
+            for each_id, vector in zip(*(table[name].to_pylist() for name in ("id", "vector")), strict=True):
+                rows.pop(each_id, None)
+                rows |= {} if vector is None else {each_id: np.array(vector, np.float32).tobytes()}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def in_redis(url: str) -> State:
+    import redis
+
+    found: State = {}
+    with redis.Redis.from_url(url) as client:
+        for key in client.scan_iter(match="tierstore:*"):
+            table, _, number = key.decode().removeprefix("tierstore:").rpartition(":")
+            found.setdefault(table, {})[int(number)] = client.get(key)
+    return found
+
+
+def live(folder: Path, place: str, read: Callable[[str], State], kills: int) -> None:
+    """Change a store, and feed it from forks, most of which are killed at some call that the feed makes; the first, of
+    the same full copy, near its end."""
+    shop, killed, last = Shop(folder / "shop"), 0, 0
+    shop.change()
+    # Elsewhere, so that forks find all compiled and loaded; the first time loads more.
+    calls = [take(shop.store.directory, f"{place}?db={number}", 0) for number in (1, 2)][-1]
+    for attempt in itertools.count():
+        if attempt < _AT_ITS_END:
+            last = calls - 4 * (_AT_ITS_END - attempt)
+        elif killed < kills or last:
+            shop.change()
+            last = 0 if shop.random.random() < 0.4 else shop.random.randint(1, 2 * calls)
+        else:
+            break
+        state = shop.state
+        shop.store.close()
+        _, status = fork(lambda _, last=last: print(take(shop.store.directory, place, last)))
+        assert status in ((0, -signal.SIGKILL) if last else (0,))
+        killed += status != 0
+        last *= status != 0
+        if not last:
+            assert read(place) == state
+        elif seen := sorted(Path(place).glob("0*")):  # what readers of Parquet see is whole at each moment
+            position = json.loads((seen[-1] / "manifest.json").read_text())["position"]
+            assert read(place) == shop.states[position[0]]
+        shop.store = tierstore.open(shop.store.directory, keep=3, **SMALL)
+    shop.store.close()
+
+
+def take(directory: Path, place: str, last: int) -> int:
+    """One step of a feed; how many calls it made. It is killed at the ``last``."""
+    calls = 0
+
+    def count(frame: Any, event: str, _: object) -> None:
+        nonlocal calls
+        if event in ("call", "c_call") and "/tierstore/feed/" in frame.f_code.co_filename:
+            calls += 1
+            if calls == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with (
+        tierstore.open(directory, mode="r", **SMALL) as store, contextlib.closing(open_sink(place)) as sink,
+        contextlib.closing(Feed(store, sink, consumer="feed", say=lambda _: None)) as feed,
+    ):  # fmt: skip
+        sys.setprofile(count)
+        feed.step()
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("read", [in_parquet, in_redis])
+def test_a_sink_is_equal_to_the_store_over_kills(
+    read: Callable[[str], State], kills: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = str(tmp_path / "fed") if read is in_parquet else request.getfixturevalue("new_redis")()
+    code = f"from tests.feed.test_feed import *; live(Path(sys.argv[1]), sys.argv[2], {read.__name__}, {kills})"
+    run(code, tmp_path, place, timeout=3000)
+
+
+def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
+    new_redis: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again between changes, and amid one."""
+    url, shop, said, put = new_redis(), Shop(tmp_path / "shop"), list[str](), RedisSink._put
+
+    def put_and_restart(*arguments: Any) -> None:
+        monkeypatch.setattr(RedisSink, "_put", put)
+        put(*arguments)
+        new_redis()
+
+    def check() -> None:
+        assert in_redis(url) == shop.state
+
+    def amid() -> None:
+        shop.change()
+        monkeypatch.setattr(RedisSink, "_put", put_and_restart)
+
+    between = iter([check, new_redis, check, shop.change, check, amid, lambda: None, check])
+
+    def sleep(_: float) -> None:
+        if (action := next(between, None)) is None:
+            raise KeyboardInterrupt
+        action()
+
+    monkeypatch.setattr("tierstore.feed.base.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with (
+        shop.store, tierstore.open(shop.store.directory, mode="r", **SMALL) as store,
+        contextlib.closing(open_sink(url)) as sink,
+        contextlib.closing(Feed(store, sink, consumer="feed", say=said.append)) as feed,
+        pytest.raises(KeyboardInterrupt),
+    ):  # fmt: skip
+        feed.follow()
+    assert sum("all rows" in each for each in said) == 3
+    assert sum(each.startswith("waiting, then again: ") for each in said) == 1
+
+
+def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = examples("docs/online.md")
+    Path("kept.py").write_text(snippet)
+    registries = dict[int, Any]()
+    monkeypatch.setattr(prometheus, "start_http_server", lambda port, registry: registries.update({port: registry}))
+    shop, words = Shop(tmp_path / "shop"), ["feed", "shop", "--to", "kept:Kept", "--once", "--metrics-port", "9100"]
+    with shop.store:
+        for turn, is_full in enumerate([True, False, True, False]):
+            tables = ["item", "user"][: 1 + turn // 2]
+            shop.change()
+            assert main([*words, *(word for name in tables for word in ("--table", name))]) == 0
+            assert ("all rows" in capsys.readouterr().out) == is_full
+            _, kept = json.loads(Path("kept.json").read_text())
+            rows = {
+                name: {int(key): np.array(row, np.float32).tobytes() for key, row in each.items()}
+                for name, each in kept.items()
+            }
+            assert {name: each for name, each in rows.items() if each} == {name: shop.state[name] for name in tables}
+        assert main([*words, "--table", "user", "--table", "item"]) == 0
+        assert capsys.readouterr().out == "nothing is new\n"
+    assert b"tierstore_feed_version 0.0" in prometheus.generate_latest(registries[9100])
+
+
+def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callable[[], str], tmp_path: Path) -> None:
+    import redis
+
+    url, row = new_redis(), torch.ones(DIM, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    with tierstore.open(tmp_path / "shop", **SMALL) as store, redis.Redis.from_url(url) as client:
+        config = tierstore.TableConfig(name="half", num_embeddings=9, embedding_dim=DIM, dtype="bfloat16")
+        store.create_table(config).write(torch.arange(3), torch.ones(3, DIM))
+        store.commit()
+        options = ["--once", "--prefix", "shop", "--dtype", "stored", "--ttl", "1000"]
+        assert main(["feed", str(store.directory), "--to", url, *options]) == 0
+        assert (client.get("shop:half:2"), 0 < client.ttl("shop:half:0") <= 1000) == (row, True)
+        client.set("cart:item:17", "another's")
+        with pytest.raises(ValueError, match="choose another prefix"):
+            open_sink(url, prefix="cart")
+
+
+def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:
+    pytest.importorskip("usearch", reason="needs usearch: pip install usearch")
+    sink, shop = runpy.run_path(str(ROOT / "examples/online/index.py"))["ItemIndex"](DIM), Shop(tmp_path / "shop")
+    feed = Feed(shop.store, sink, consumer="index", tables=["user"])
+    with shop.store, contextlib.closing(feed):
+        for _ in range(12):
+            shop.change()
+            feed.step()
+            found = {int(key) - (int(key) >> 63 << 64): sink.index[key] for key in sink.index.keys}
+            assert {key: row.tobytes() for key, row in found.items()} == shop.state.get("user", {})
+            for query in [*found.values()][:5]:
+                assert sink.nearest(query, 1) == sorted(found, key=lambda key: -float(query @ found[key]))[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["--to", "fed", "--follow"], 2, "give one of them"),
+        (["--to", "fed", "--ttl", "9"], 2, "--ttl goes with --to redis://"),
+        (["--to", "own:Sink", "--prefix", "a"], 2, "--prefix goes with --to redis://"),
+        (["--to", "nowhere:Sink"], 2, "cannot be imported"),
+        (["--to", "s3://bucket/fed"], 2, "is a URL"),
+        (["--to", "fed", "--table", "itme"], 1, "no table 'itme'"),
+        (["--to", "fed", "--consumer", "a/b"], 2, "consumer='a/b'"),
+        (["--to", "wrong"], 1, "no commit of a feed"),
+        (["--to", "held"], 1, "is written by another feed"),
+        (["--to", "redis://user:secret@localhost:1/0"], 1, "tierstore: localhost:1/0: "),
+        (["--to", "redis://localhost:1/0", "--prefix", "a:b"], 2, "prefix='a:b'"),
+        (["--to", "redis://localhost:1/0", "--ttl", "0"], 2, "ttl=0"),
+        (["--to", "redis://localhost"], 1, 'pip install redis, or "tierstore[feed]"'),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    words: list[str], status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if "pip install" in text:
+        monkeypatch.setitem(sys.modules, "redis", None)
+    elif "redis:" in words[1]:
+        pytest.importorskip("redis")
+    monkeypatch.chdir(tmp_path)
+    Path("wrong", f"{3:012}").mkdir(parents=True)
+    Shop(tmp_path / "shop").store.close()
+    with contextlib.closing(open_sink("held")):
+        assert main(["feed", "shop", "--once", *words]) == status
+    assert text in capsys.readouterr().err
