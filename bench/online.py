@@ -32,6 +32,7 @@ from .child import Child
 from .commit import Training
 from .common import Goal, Part, Report, Run, Table, fresh_folder, per_second, start
 from .data import ROOT
+from .served import PART as SERVED
 
 Figures = dict[str, Any]
 _LOOK_SECONDS: Final = 0.05
@@ -237,7 +238,7 @@ def _index(request: Run, _figures: Figures) -> Figures:
 
 PARTS: Final = {
     "dict": Part(_into_arrays, tell), "lag": Part(_lag, tell), "steps": Part(_steps, tell),
-    "redis": Part(_into_redis, tell), "index": Part(_index, tell),
+    "redis": Part(_into_redis, tell), "index": Part(_index, tell), "served": SERVED,
 }  # fmt: skip
 
 if __name__ == "__main__":
