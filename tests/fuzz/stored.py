@@ -197,7 +197,7 @@ def _look(data: bytes) -> None:
     (_FOLDER / "rows.lmdb").write_bytes(_edited(_store()[1], _trees(), data))
     for name in (MANIFEST_NAME, "rows.anchor"):
         (_FOLDER / name).write_bytes((_store()[0] / name).read_bytes())
-    with patch.object(inspection, "_look_by_open", side_effect=DamagedError("an open")):
+    with patch("tierstore.store.directory.open_files", side_effect=DamagedError("an open")):
         inspection.describe_store(_FOLDER)
 
 

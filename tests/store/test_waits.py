@@ -134,6 +134,8 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Newer.tensors": lambda scene: scene.newer and scene.newer.tensors(),
     "Store.rehearse_newer": lambda scene: scene.store.rehearse_newer(),
     "Store.find_newer": lambda scene: scene.store.find_newer(),
+    "Store.consumers": lambda scene: scene.store.consumers(),
+    "Store.forget_consumer": lambda scene: scene.store.forget_consumer("copy"),
     "Newer.close": lambda scene: scene.newer and scene.newer.close(),
 }
 """Each after the other, amid one holder."""
@@ -145,6 +147,7 @@ ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
     "Store.drop_table": ("disk memory", lambda scene: scene.store.drop_table("t")),
     "Store.rollback": ("disk memory", lambda scene: scene.store.rollback(1)),
     "Store.refresh": ("reader", lambda scene: scene.store.refresh()),
+    "Store.changes": ("disk reader", lambda scene: [len([*each.rows()]) for each in scene.store.changes("copy")]),
     "Newer.show": ("reader", lambda scene: scene.newer and scene.newer.show()),
     "Prefetched.close": ("disk reader", lambda scene: scene.pipeline.close()),
     "Store.optimizer": ("disk", lambda scene: scene.optimizer),
