@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from tests.children import fork, run
 from tierstore.cli import main
 from tierstore.feed import Feed, open_sink
 from tierstore.feed.redis import RedisSink
+from tierstore.store.changes import Change
 
 parquet = pytest.importorskip("pyarrow.parquet")
 State = dict[str, dict[int, bytes]]
@@ -193,21 +195,32 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     new_redis: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started again between changes, and amid one."""
-    url, shop, said, put = new_redis(), Shop(tmp_path / "shop"), list[str](), RedisSink._put
+    url, shop, said = new_redis(), Shop(tmp_path / "shop"), list[str]()
 
-    def put_and_restart(*arguments: Any) -> None:
-        monkeypatch.setattr(RedisSink, "_put", put)
-        put(*arguments)
-        new_redis()
+    def then(owner: Any, name: str, *actions: Callable[[], object]) -> None:
+        """Change the shop; after the next call of the method, do these."""
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            monkeypatch.setattr(owner, name, method)
+            found = method(*arguments)
+            for action in actions:
+                action()
+            return found
+
+        shop.change()
+        monkeypatch.setattr(owner, name, call)
 
     def check() -> None:
         assert in_redis(url) == shop.state
 
-    def amid() -> None:
-        shop.change()
-        monkeypatch.setattr(RedisSink, "_put", put_and_restart)
-
-    between = iter([check, new_redis, check, shop.change, check, amid, lambda: None, check])
+    amid = (
+        partial(then, RedisSink, "_put", new_redis),
+        partial(then, Change, "ack", new_redis, shop.change),
+        partial(then, RedisSink, "position", new_redis),
+    )
+    each = itertools.chain.from_iterable((action, lambda: None, check) for action in amid)
+    between = iter([check, new_redis, check, shop.change, check, *each])
 
     def sleep(_: float) -> None:
         if (action := next(between, None)) is None:
@@ -222,8 +235,8 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
         pytest.raises(KeyboardInterrupt),
     ):  # fmt: skip
         feed.follow()
-    assert sum("all rows" in each for each in said) == 3
-    assert sum(each.startswith("waiting, then again: ") for each in said) == 1
+    assert sum("all rows" in each for each in said) == 5
+    assert sum(each.startswith("waiting, then again: ") for each in said) == 3
 
 
 def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(

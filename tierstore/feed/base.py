@@ -78,7 +78,7 @@ class Feed:
         count = 0
         for change in self._open():
             begun, before = time.monotonic(), self.num_rows
-            position = Position(change.version, self._store.commit_id(change.version), self._tables)
+            position = Position(change.version, change.commit_id, self._tables)
             with self._progress() as show:
                 self._sink.apply(change, self._counted(change, show), position)
             change.ack()

@@ -173,6 +173,11 @@ class Change:
     _feed: "ChangeFeed" = field(repr=False)
     _end: Cursor = field(repr=False)  # once it is acknowledged
 
+    @property
+    def commit_id(self) -> str:
+        """The identity of the commit, as of ``Store.commit_id``."""
+        return self._end.acked.commit_id if self._end.acked else ""
+
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
         first values, and are not among them. DamagedError: a row is."""
