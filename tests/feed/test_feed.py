@@ -214,13 +214,13 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     def check() -> None:
         assert in_redis(url) == shop.state
 
-    amid = (
+    amid: list[Callable[[], object]] = [
         partial(then, RedisSink, "_put", new_redis),
         partial(then, Change, "ack", new_redis, shop.change),
         partial(then, RedisSink, "position", new_redis),
-    )
-    each = itertools.chain.from_iterable((action, lambda: None, check) for action in amid)
-    between = iter([check, new_redis, check, shop.change, check, *each])
+    ]
+    steps = [step for action in amid for step in (action, lambda: None, check)]
+    between = iter([check, new_redis, check, shop.change, check, *steps])
 
     def sleep(_: float) -> None:
         if (action := next(between, None)) is None:
