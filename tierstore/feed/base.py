@@ -6,6 +6,7 @@ that began again with an older snapshot, or is none that the store's commits wer
 
 import abc
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,14 +61,14 @@ class Feed:
 
     Attributes:
         num_rows: that the sink took so far, deleted ones included.
-        version, event_time: of the last commit that it took; 0 before, and where there is no event time.
+        version: that the sink holds; 0 before. event_time: of the last commit that it took; NaN if it is not known.
     """
 
     def __init__(
         self, store: Store, sink: Sink, *, consumer: str, tables: Sequence[str] = (),
         say: Callable[[str], None] = print, progress: Callable[[], Progress] = lambda: nullcontext(lambda *_: None),
     ) -> None:  # fmt: skip
-        self.num_rows, self.version, self.event_time = 0, 0, 0.0
+        self.num_rows, self.version, self.event_time = 0, 0, math.nan
         self._store, self._sink, self._consumer, self._say, self._progress = store, sink, consumer, say, progress
         self._tables = sorted({store[name].name for name in tables})
         self._changes: ChangeFeed | None = None
@@ -83,7 +84,8 @@ class Feed:
                 self._sink.apply(change, self._counted(change, show), position)
             change.ack()
             count += 1
-            self._position, self.version, self.event_time = position, change.version, change.event_time or 0.0
+            self._position, self.version = position, change.version
+            self.event_time = math.nan if change.event_time is None else change.event_time
             rows = f"{'all rows, ' if change.is_full else ''}{format_count(self.num_rows - before, 'row')}"
             self._say(f"version {change.version}: {rows} in {time.monotonic() - begun:.1f} s")
         return count
@@ -108,7 +110,7 @@ class Feed:
             self.close()
             self._store.refresh()
             self._changes = self._store.changes(self._consumer, since=self._since(position))
-            self._position = position
+            self._position, self.version = position, position.version if position else 0
         return self._changes
 
     def _since(self, position: Position | None) -> int:
@@ -130,7 +132,7 @@ class Feed:
                 show(self.num_rows - before, sum(rows.values()))
 
     def close(self) -> None:
-        """Let others take the consumer's changes. Again is fine."""
+        """Let others take the consumer's changes. May be called twice."""
         if self._changes is not None:
             self._changes.close()
         self._changes = None

@@ -42,13 +42,13 @@ class RedisSink(Sink):
     """
 
     def __init__(self, url: str, *, prefix: str = "tierstore", dtype: str = "float32", ttl: int | None = None) -> None:
-        redis = needed("redis", url)
+        self._place = url.partition("?")[0].rpartition("@")[2]  # without secrets
+        redis = needed("redis", self._place)
         if not _PREFIX.fullmatch(prefix):
             raise ValueError(f"prefix={excerpt(prefix)} may have letters, digits, '_', '.' and '-', as in 'shop'")
         require_choice(dtype, ("float32", "stored"), "dtype")
         self._expires = [] if ttl is None else ["EX", require_int(ttl, "ttl", 1, 2**31)]
         self._prefix, self._is_stored = prefix, dtype == "stored"
-        self._place = url.partition("?")[0].rpartition("@")[2]  # without secrets
         self._position, self._run_id = f"{prefix}#position", ""
         self._error, self._redis = redis.RedisError, redis.Redis.from_url(url, socket_timeout=_SECONDS)
         with self._errors():
