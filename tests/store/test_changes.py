@@ -314,7 +314,7 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
         assert receiver.contents == contents(tmp_path / "small")
 
 
-@pytest.mark.parametrize("damaged", ["cursor.json", "0.ids", "missing"])
+@pytest.mark.parametrize("damaged", ["cursor.json", "0.ids", "missing", "vector"])
 def test_damage_of_what_is_kept_for_a_consumer_is_a_full_copy(
     store_dir: Path, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,19 +322,25 @@ def test_damage_of_what_is_kept_for_a_consumer_is_a_full_copy(
         ids = tierstore.DynamicIds()
         table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4, ids=ids))
         for _ in range(2):
-            table.admit(torch.tensor([7]))
+            if store.version and damaged == "vector":
+                table.write(torch.tensor([7]), torch.ones(1, 4))
+            else:
+                table.admit(torch.tensor([7]))
             store.commit()
             if store.version == 1:
                 taken(store)
-        path = store_dir / "consumers" / "c" / damaged.replace("missing", "0.ids")
+        path = store_dir / "consumers" / "c" / ("0.ids" if damaged in ("missing", "vector") else damaged)
         data = bytearray(path.read_bytes())
         path.unlink()
         if damaged != "missing":
             data[next(at for at, byte in enumerate(data) if byte) + 9] ^= 1
             path.write_bytes(data)
         assert store.consumers() == {"c": 0 if path.suffix == ".json" else 1}
+        if damaged == "vector":
+            with pytest.raises(errors.DamagedError, match="gets a full copy next") as caught:
+                taken(store)
         assert [taken(store), taken(store)] == [[(0, 2, True, 1)], []]
-        assert f"{path}" in caplog.text
+        assert f"{path}" in (f"{caught.value}" if damaged == "vector" else caplog.text)
 
 
 CONSUMER = """

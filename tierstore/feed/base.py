@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError, StoreReplacedError, TierstoreError
 from ..store import Store
-from ..store.changes import Change, ChangedBatch, ChangeFeed
+from ..store.changes import Change, ChangedBatch, ChangeFeed, Cursor, folder_of
 from ..system.sizes import format_count
 
 _LOOK_SECONDS: Final = 0.2
@@ -22,11 +22,13 @@ Progress = AbstractContextManager[Callable[[int, int], None]]
 
 
 class Position(NamedTuple):
-    """A commit whose rows a sink holds, and the tables that were asked for; none: all."""
+    """A commit whose rows a sink holds, and the tables that were asked for; none: all. ``shown``: place and name of
+    each table that the store had, as a change of these is part of no commit."""
 
     version: int
     commit_id: str
     tables: list[str]
+    shown: list[list[Any]] | None = None
 
 
 class Sink(abc.ABC):
@@ -79,7 +81,7 @@ class Feed:
         count = 0
         for change in self._open():
             begun, before = time.monotonic(), self.num_rows
-            position = Position(change.version, change.commit_id, self._tables)
+            position = Position(change.version, change.commit_id, self._tables, change.places)
             with self._progress() as show:
                 self._sink.apply(change, self._counted(change, show), position)
             change.ack()
@@ -116,11 +118,13 @@ class Feed:
     def _since(self, position: Position | None) -> int:
         if position is None:
             return 0
-        if position != (position.version, self._store.commit_id(position.version), self._tables):
+        cursor = Cursor.load(folder_of(self._store.directory, self._consumer))
+        commit_id = self._store.commit_id(position.version)
+        if position[1:] != (commit_id, self._tables, cursor.places):
             self._say(f"the sink's version {position.version} is of another commit, or other tables: it gets all rows")
             return 0
         # The sink may have a change that was not acknowledged.
-        return min(position.version, self._store.consumers().get(self._consumer, 0))
+        return min(position.version, cursor.version)
 
     def _counted(self, change: Change, show: Callable[[int, int], None]) -> Iterator[ChangedBatch]:
         rows = {each.name: each.num_embeddings for each in change.tables if each.name in (self._tables or [each.name])}

@@ -74,6 +74,11 @@ class Cursor(NamedTuple):
     def version(self) -> int:
         return self.acked.version if self.acked else 0
 
+    @property
+    def places(self) -> list[list[Any]]:
+        """Place and name of each table, as JSON has them."""
+        return [list(each) for each in sorted(self.tables)]
+
     def needs_full(self, commit_id: Callable[[int], str]) -> bool:
         known = (self.acked, self.told or self.acked)
         return not all(each and commit_id(each.version) == each.commit_id != "" for each in known)
@@ -94,12 +99,12 @@ class Cursor(NamedTuple):
                 digest, _, text = file.read().decode(errors="replace").partition("\n")
             if digest != f"{zlib.crc32(text.encode()):08x}":
                 _LOG.warning("%s does not match its checksum; the consumer gets a full copy", path)
-                return new
-            born, acked, told, tables, displaced = json.loads(text)
-            known = {int(place): np.frombuffer(bytes.fromhex(ids), np.int64) for place, ids in displaced.items()}
-            if born == new.born:
-                tables = frozenset(map(tuple, tables))
-                return cls(born, acked and Ancestor(*acked), told and Ancestor(*told), tables, known)
+            elif (values := json.loads(text))[0] == new.born:
+                acked, told = (values[at] and Ancestor(*values[at]) for at in (1, 2))
+                displaced = {
+                    int(place): np.frombuffer(bytes.fromhex(ids), np.int64) for place, ids in values[4].items()
+                }
+                return cls(new.born, acked, told, frozenset(map(tuple, values[3])), displaced)
         return new
 
 
@@ -188,6 +193,11 @@ class Change:
         """The identity of the commit, as of ``Store.commit_id``."""
         return self._end.acked.commit_id if self._end.acked else ""
 
+    @property
+    def places(self) -> list[list[Any]]:
+        """Place and name of each of ``tables``."""
+        return self._end.places
+
     def rows(self) -> Iterator[ChangedBatch]:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; may be called twice. Rows never written
         have first values, and are not among them. DamagedError: a row is."""
@@ -256,15 +266,14 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
             version, tables = self._reader.shown.version, list(self._reader.tables.values())
             cursor = self._new if self._cursor.needs_full(self._reader.commit_id) else self._cursor
             new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
+        dynamic = [table for table in tables if table.ids is not None]
         now = Cursor(
             self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
-            frozenset((table.index, table.name) for table in tables),
-            {table.index: _NONE for table in tables if table.ids is not None},
+            frozenset((table.index, table.name) for table in tables), {table.index: _NONE for table in dynamic},
         )  # fmt: skip
         if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
             self._leases.close()
             return None
-        dynamic = [table for table in tables if table.ids is not None]
         try:
             gone = self._tell(cursor, now, dynamic, new)
         except _ToldIdsError as error:
@@ -289,7 +298,11 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
                 yield ChangedBatch(table.name, tombstones, None)
             for ids, weights in changes.rows(table.index):
                 if table.ids is not None:
-                    entries = self._told[table.index].of(ids)
+                    try:
+                        entries = self._told[table.index].of(ids)
+                    except _ToldIdsError:
+                        self._cursor = self._new.save(self._folder)
+                        raise
                     ids, weights = _ids_of(entries), weights[entries[:, 1] != 0]
                 if len(ids):
                     yield ChangedBatch(table.name, ids, values_of(weights, table.layout))
