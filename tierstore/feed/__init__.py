@@ -13,9 +13,7 @@ __all__ = ["Feed", "Position", "Sink", "consumer_of", "open_sink"]
 
 def consumer_of(place: str, prefix: str) -> str:
     """A consumer's name for a sink, without secrets: its readable part, and a checksum of all that tells it apart."""
-    url = urlsplit(place)
-    if not url.netloc and ":" not in place:
-        place = os.path.abspath(place)
+    url, place = urlsplit(place), place if ":" in place else os.path.abspath(place)
     shown = place.partition("?")[0].rpartition("@")[2].rpartition("://")[2]
     key = repr((url.scheme, shown, parse_qs(url.query).get("db"), prefix))
     return re.sub(r"[^A-Za-z0-9]+", "-", f"{shown[-80:]}-{zlib.crc32(key.encode()):08x}").strip("-")

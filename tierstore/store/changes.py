@@ -229,7 +229,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._leases = contextlib.ExitStack()
         self._current: Change | None = None
         self._parts: list[tuple[Table, Changes, Int64s]] = []  # of that one: tables, where their rows are, tombstones
-        self._told: dict[int, _ToldIds] = {}
+        self._id_files: dict[int, _ToldIds] = {}
         with contextlib.ExitStack() as held, files.output_errors(folder):
             held.callback(reader.close if is_own else lambda: None)
             held.callback(self._leases.close)
@@ -299,7 +299,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
             for ids, weights in changes.rows(table.index):
                 if table.ids is not None:
                     try:
-                        entries = self._told[table.index].of(ids)
+                        entries = self._id_files[table.index].of(ids)
                     except _ToldIdsError:
                         self._cursor = self._new.save(self._folder)
                         raise
@@ -312,10 +312,10 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         displaced, tombstones = {**now.displaced}, dict[int, Int64s]()
         for table in tables:
             place, known = table.index, cursor.displaced.get(table.index)
-            self._told[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
+            self._id_files[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
             gone, here = [_NONE if known is None else known], [_NONE]
             for rows, entries in () if known is None else _changed_ids(changes, table):
-                before = self._told[place].of(rows)
+                before = self._id_files[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
             left, _ = np.unique(np.concatenate(gone), return_index=True)  # by sorting; it would hash, which is slow
@@ -325,7 +325,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self._folder)
         reach("feed: change noted")
         for table in tables:
-            self._told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
+            self._id_files[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
         reach("feed: ids noted")
         return tombstones
 
