@@ -3,6 +3,7 @@
 The index is in memory. It begins with all rows, and takes what each commit changed or deleted. Needs usearch.
 """
 
+import contextlib
 import sys
 import threading
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 from usearch.index import Index
 
 import tierstore
+from tierstore.errors import ClosedError
 from tierstore.feed import Feed, Sink
 
 
@@ -41,11 +43,16 @@ class ItemIndex(Sink):
             return self.index.search(row, count).keys.view(np.int64).tolist()
 
 
+def follow(feed):
+    with contextlib.suppress(ClosedError):  # the store is closed at the end
+        feed.follow()
+
+
 if __name__ == "__main__":
     with tierstore.open(sys.argv[1], mode="r", ddr="64MiB") as store:
         table = store[sys.argv[2]]
         sink = ItemIndex(table.config.embedding_dim)
         feed = Feed(store, sink, consumer="index", tables=[table.name])
-        threading.Thread(target=feed.follow, daemon=True).start()
+        threading.Thread(target=follow, args=[feed], daemon=True).start()
         for line in sys.stdin:
             print(*sink.nearest(sink.index[int(line)], 10))

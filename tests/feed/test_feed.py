@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -25,8 +25,9 @@ from bench import redis_server
 from bench.data import ROOT, examples
 from tests.children import fork, run
 from tierstore.cli import main
-from tierstore.feed import Feed, open_sink
+from tierstore.feed import Feed, consumer_of, open_sink
 from tierstore.feed.redis import RedisSink
+from tierstore.store.changes import Change, folder_of
 
 parquet = pytest.importorskip("pyarrow.parquet")
 State = dict[str, dict[int, bytes]]
@@ -56,6 +57,7 @@ class Shop:
 
     def __init__(self, folder: Path) -> None:
         self.random, self.states = random.Random(1), dict[int, State]()
+        torch.manual_seed(1)  # an index is approximate
         self.store = tierstore.open(folder, keep=3, **SMALL)
         self.create("item", {})
         self.create("user", {"ids": tierstore.DynamicIds(), "num_embeddings": 64})
@@ -109,7 +111,7 @@ def in_parquet(folder: str) -> State:
             found.pop(name, None)
         for file in manifest["files"]:
             rows, table = found.setdefault(file["table"], {}), parquet.read_table(each / file["file"])
-            assert file["table"] == unquote(file["file"]).removesuffix(".parquet")
+            assert file["table"] == manifest["tables"][int(file["file"].removesuffix(".parquet"))]["name"]
             assert (table["vector"].null_count, len(table)) == (file["deletes"], file["deletes"] + file["rows"])
             for each_id, vector in zip(*(table[name].to_pylist() for name in ("id", "vector")), strict=True):
                 rows.pop(each_id, None)
@@ -193,21 +195,32 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     new_redis: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started again between changes, and amid one."""
-    url, shop, said, put = new_redis(), Shop(tmp_path / "shop"), list[str](), RedisSink._put
+    url, shop, said = new_redis(), Shop(tmp_path / "shop"), list[str]()
 
-    def put_and_restart(*arguments: Any) -> None:
-        monkeypatch.setattr(RedisSink, "_put", put)
-        put(*arguments)
-        new_redis()
+    def then(owner: Any, name: str, *actions: Callable[[], object]) -> None:
+        """Change the shop; after the next call of the method, do these."""
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            monkeypatch.setattr(owner, name, method)
+            found = method(*arguments)
+            for action in actions:
+                action()
+            return found
+
+        shop.change()
+        monkeypatch.setattr(owner, name, call)
 
     def check() -> None:
         assert in_redis(url) == shop.state
 
-    def amid() -> None:
-        shop.change()
-        monkeypatch.setattr(RedisSink, "_put", put_and_restart)
-
-    between = iter([check, new_redis, check, shop.change, check, amid, lambda: None, check])
+    amid: list[Callable[[], object]] = [
+        partial(then, RedisSink, "_put", new_redis),
+        partial(then, Change, "ack", new_redis, shop.change),
+        partial(then, RedisSink, "position", new_redis),
+    ]
+    steps = [step for action in amid for step in (action, lambda: None, check)]
+    between = iter([check, new_redis, check, shop.change, check, *steps])
 
     def sleep(_: float) -> None:
         if (action := next(between, None)) is None:
@@ -222,8 +235,8 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
         pytest.raises(KeyboardInterrupt),
     ):  # fmt: skip
         feed.follow()
-    assert sum("all rows" in each for each in said) == 3
-    assert sum(each.startswith("waiting, then again: ") for each in said) == 1
+    assert sum("all rows" in each for each in said) == 5
+    assert sum(each.startswith("waiting, then again: ") for each in said) == 3
 
 
 def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(
@@ -250,7 +263,9 @@ def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(
             assert {name: each for name, each in rows.items() if each} == {name: shop.state[name] for name in tables}
         assert main([*words, "--table", "user", "--table", "item"]) == 0
         assert capsys.readouterr().out == "nothing is new\n"
-    assert b"tierstore_feed_version 0.0" in prometheus.generate_latest(registries[9100])
+    metrics = prometheus.generate_latest(registries[9100]).decode()
+    shown = [f"tierstore_feed_{each}\n" for each in (f"version {max(shop.states)}.0", "rows_total 0.0")]
+    assert all(each in metrics for each in [*shown, "tierstore_feed_event_time_seconds NaN\n"])
 
 
 def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callable[[], str], tmp_path: Path) -> None:
@@ -296,6 +311,7 @@ def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:
         (["--to", "wrong"], 1, "no commit of a feed"),
         (["--to", "held"], 1, "is written by another feed"),
         (["--to", "redis://user:secret@localhost:1/0"], 1, "tierstore: localhost:1/0: "),
+        (["--to", "unix:///nowhere?password=secret"], 1, "tierstore: unix:///nowhere: "),
         (["--to", "redis://localhost:1/0", "--prefix", "a:b"], 2, "prefix='a:b'"),
         (["--to", "redis://localhost:1/0", "--ttl", "0"], 2, "ttl=0"),
         (["--to", "redis://localhost"], 1, 'pip install redis, or "tierstore[feed]"'),
@@ -314,4 +330,15 @@ def test_what_is_wrong_is_refused(
     Shop(tmp_path / "shop").store.close()
     with contextlib.closing(open_sink("held")):
         assert main(["feed", "shop", "--once", *words]) == status
-    assert text in capsys.readouterr().err
+    assert text in (said := capsys.readouterr().err)
+    assert "secret" not in said
+
+
+def test_sinks_have_names_of_their_own_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = ["/", "a/b", "a-b", "redis://h/0", "redis://h/1", "unix:///h/0", "unix:///h?db=1", "unix:///h", "own:Sink"]
+    monkeypatch.chdir(tmp_path)
+    names = {consumer_of(place, prefix) for place in places for prefix in ("", "shop")}
+    assert len(names) == 2 * len(places)
+    assert all(folder_of(tmp_path, name) for name in names)
+    for place, secret in (("redis://h/0", "redis://u:secret@h/0"), ("unix:///h?db=1", "unix:///h?password=x@y&db=1")):
+        assert consumer_of(secret, "") == consumer_of(place, "")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.children import fork
 from tests.following import Child
 from tierstore import errors
 from tierstore.io import reads
@@ -245,14 +246,25 @@ def test_only_rows_that_changed_come_and_a_gap_or_a_copy_is_a_full_copy(
         shutil.copytree(store_dir, tmp_path / "copy")
     with tierstore.open(tmp_path / "copy", mode="r", **SMALL) as copy:
         held = [next(iter(copy.changes(name))) for name in "ab"]  # and not given up: closed with the store
+        assert copy.consumers() == {"a": 0, "b": 0, "c": 0}
         assert taken(copy) == [(0, 10, True, 201)]
         copy.forget_consumer("c")
         assert copy.consumers() == {"a": 0, "b": 0}
+        with copy.changes("c") as feed:
+            pass
+        with pytest.raises(errors.ClosedError):
+            next(iter(feed))
     with pytest.raises(errors.ClosedError):
         held[0].ack()
 
 
-def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, tmp_path: Path) -> None:
+def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
+    store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise Killed
+
     with tierstore.open(cold="memory") as memory, pytest.raises(errors.TierstoreError, match="in memory, or sharded"):
         memory.changes("c")
     with make(store_dir) as store:
@@ -265,17 +277,34 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
             for each in store.changes("c"):  # and is not closed
                 assert each.version == 1
         with tierstore.open(store_dir, mode="r", **SMALL) as other, store.changes("c") as feed:
-            for action in (other.changes, store.forget_consumer):
+            for action in (other.changes, other.forget_consumer):
                 with pytest.raises(errors.TierstoreError, match="are being taken, here or by another process"):
                     action("c")
             first, rows = next(iter(feed)), next(iter(feed)).rows()
             assert (first.event_time, first.tables) == (5.0, (store["item"].config,))
             next(rows)
+
+            def in_fork(_: object) -> None:
+                for use in (first.ack, lambda: next(first.rows()), lambda: next(rows), lambda: next(iter(feed))):
+                    with pytest.raises(errors.ClosedError, match="is the parent process's"):
+                        use()
+
+            assert fork(in_fork)[1] == 0
             change(store, [1])
             assert [each.event_time for each in feed] == [None]  # and none after one that is not acknowledged
             for stale in (first.ack, lambda: next(rows), lambda: next(first.rows())):
                 with pytest.raises(errors.ClosedError, match="take them one by one"):
                     stale()
+            again = iter(store.changes("c"))
+            with monkeypatch.context() as patched, contextlib.suppress(Killed):
+                patched.setattr("shutil.rmtree", kill)
+                store.forget_consumer("c")
+            with pytest.raises(errors.ClosedError):
+                next(again)
+            assert store.consumers() == {}
+            assert taken(store) == [(0, 2, True, ROWS)]
+            store.forget_consumer("c")
+            assert store.consumers() == {}
         with pytest.raises(errors.ClosedError):
             next(iter(feed))
     tierstore.quantize(store_dir, tmp_path / "small", dtype="int8")
@@ -285,26 +314,33 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(store_dir: Path, 
         assert receiver.contents == contents(tmp_path / "small")
 
 
-@pytest.mark.parametrize("damaged", ["cursor.json", "0.ids", "missing"])
-def test_damage_of_what_is_kept_for_a_consumer_is_an_error_with_a_way_out(store_dir: Path, damaged: str) -> None:
+@pytest.mark.parametrize("damaged", ["cursor.json", "0.ids", "missing", "vector"])
+def test_damage_of_what_is_kept_for_a_consumer_is_a_full_copy(
+    store_dir: Path, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with tierstore.open(store_dir, **SMALL) as store:
         ids = tierstore.DynamicIds()
         table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4, ids=ids))
         for _ in range(2):
-            table.admit(torch.tensor([7]))
+            if store.version and damaged == "vector":
+                table.write(torch.tensor([7]), torch.ones(1, 4))
+            else:
+                table.admit(torch.tensor([7]))
             store.commit()
             if store.version == 1:
                 taken(store)
-        path = store_dir / "consumers" / "c" / damaged.replace("missing", "0.ids")
+        path = store_dir / "consumers" / "c" / ("0.ids" if damaged in ("missing", "vector") else damaged)
         data = bytearray(path.read_bytes())
         path.unlink()
         if damaged != "missing":
             data[next(at for at, byte in enumerate(data) if byte) + 9] ^= 1
             path.write_bytes(data)
-        with pytest.raises(errors.DamagedError, match=r"forget_consumer\('c'\), which has this consumer get a full"):
-            taken(store)
-        store.forget_consumer("c")
-        assert taken(store) == [(0, 2, True, 1)]
+        assert store.consumers() == {"c": 0 if path.suffix == ".json" else 1}
+        if damaged == "vector":
+            with pytest.raises(errors.DamagedError, match="gets a full copy next") as caught:
+                taken(store)
+        assert [taken(store), taken(store)] == [[(0, 2, True, 1)], []]
+        assert f"{path}" in (f"{caught.value}" if damaged == "vector" else caplog.text)
 
 
 CONSUMER = """

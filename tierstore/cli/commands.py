@@ -414,7 +414,7 @@ PUBLISH: Final = command(
 
 
 def _feed(options: argparse.Namespace) -> int:
-    from ..feed import Feed, open_sink
+    from ..feed import Feed, consumer_of, open_sink
     from ..store import open_store
     from ..train.build import loaded
 
@@ -422,13 +422,12 @@ def _feed(options: argparse.Namespace) -> int:
         raise ValueError("--once ends and --follow goes on: give one of them")
     given = {name: value for name in ("prefix", "dtype", "ttl") if (value := getattr(options, name)) is not None}
     is_own = not given and re.fullmatch(r"[\w.]+:[\w.]+", options.to)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{options.to.rpartition('@')[2]} {options.prefix or ''}")[-100:].strip("-")
+    consumer = options.consumer or consumer_of(options.to, options.prefix or "")
     with contextlib.ExitStack() as held:
         sink = loaded(options.to, "--to")() if is_own else open_sink(options.to, **given)
         held.callback(sink.close)
         store = held.enter_context(open_store(options.directory, mode="r", ddr=0))
-        show = partial(progress_bar, "feed", unit=" rows", unit_scale=True)
-        say, consumer = partial(print, flush=True), options.consumer or name
+        show, say = partial(progress_bar, "feed", unit=" rows", unit_scale=True), partial(print, flush=True)
         feed = Feed(store, sink, consumer=consumer, tables=options.table, say=say, progress=show)
         held.callback(feed.close)
         if options.metrics_port is not None:
@@ -446,8 +445,8 @@ def _offer_metrics(feed: "Feed", port: int) -> None:
 
     prometheus = needed("prometheus_client", "--metrics-port")
     registry = prometheus.CollectorRegistry()
-    for name in ("num_rows", "version", "event_time"):
-        gauge = prometheus.Gauge(f"tierstore_feed_{name}", f"{name} of tierstore.feed.Feed", registry=registry)
+    for key, name in {"rows_total": "num_rows", "version": "version", "event_time_seconds": "event_time"}.items():
+        gauge = prometheus.Gauge(f"tierstore_feed_{key}", f"{name} of tierstore.feed.Feed", registry=registry)
         gauge.set_function(partial(getattr, feed, name))
     prometheus.start_http_server(port, registry=registry)
 

@@ -1,11 +1,22 @@
 """What each commit changed, put into a sink: Parquet files, Redis, or one of your own. See docs/online.md."""
 
+import os
 import re
+import zlib
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from .base import Feed, Position, Sink
 
-__all__ = ["Feed", "Position", "Sink", "open_sink"]
+__all__ = ["Feed", "Position", "Sink", "consumer_of", "open_sink"]
+
+
+def consumer_of(place: str, prefix: str) -> str:
+    """A consumer's name for a sink, without secrets: its readable part, and a checksum of all that tells it apart."""
+    url, place = urlsplit(place), place if ":" in place else os.path.abspath(place)
+    shown = place.partition("?")[0].rpartition("@")[2].rpartition("://")[2]
+    key = repr((url.scheme, shown, parse_qs(url.query).get("db"), prefix))
+    return re.sub(r"[^A-Za-z0-9]+", "-", f"{shown[-80:]}-{zlib.crc32(key.encode()):08x}").strip("-")
 
 
 def open_sink(place: str, **settings: Any) -> Sink:

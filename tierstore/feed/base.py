@@ -6,6 +6,7 @@ that began again with an older snapshot, or is none that the store's commits wer
 
 import abc
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError, StoreReplacedError, TierstoreError
 from ..store import Store
-from ..store.changes import Change, ChangedBatch, ChangeFeed
+from ..store.changes import Change, ChangedBatch, ChangeFeed, Cursor, folder_of
 from ..system.sizes import format_count
 
 _LOOK_SECONDS: Final = 0.2
@@ -21,11 +22,13 @@ Progress = AbstractContextManager[Callable[[int, int], None]]
 
 
 class Position(NamedTuple):
-    """A commit whose rows a sink holds, and the tables that were asked for; none: all."""
+    """A commit whose rows a sink holds, and the tables that were asked for; none: all. ``shown``: place and name of
+    each table that the store had, as a change of these is part of no commit."""
 
     version: int
     commit_id: str
     tables: list[str]
+    shown: list[list[Any]] | None = None
 
 
 class Sink(abc.ABC):
@@ -60,14 +63,14 @@ class Feed:
 
     Attributes:
         num_rows: that the sink took so far, deleted ones included.
-        version, event_time: of the last commit that it took; 0 before, and where there is no event time.
+        version: that the sink holds; 0 before. event_time: of the last commit that it took; NaN if it is not known.
     """
 
     def __init__(
         self, store: Store, sink: Sink, *, consumer: str, tables: Sequence[str] = (),
         say: Callable[[str], None] = print, progress: Callable[[], Progress] = lambda: nullcontext(lambda *_: None),
     ) -> None:  # fmt: skip
-        self.num_rows, self.version, self.event_time = 0, 0, 0.0
+        self.num_rows, self.version, self.event_time = 0, 0, math.nan
         self._store, self._sink, self._consumer, self._say, self._progress = store, sink, consumer, say, progress
         self._tables = sorted({store[name].name for name in tables})
         self._changes: ChangeFeed | None = None
@@ -78,12 +81,13 @@ class Feed:
         count = 0
         for change in self._open():
             begun, before = time.monotonic(), self.num_rows
-            position = Position(change.version, self._store.commit_id(change.version), self._tables)
+            position = Position(change.version, change.commit_id, self._tables, change.places)
             with self._progress() as show:
                 self._sink.apply(change, self._counted(change, show), position)
             change.ack()
             count += 1
-            self._position, self.version, self.event_time = position, change.version, change.event_time or 0.0
+            self._position, self.version = position, change.version
+            self.event_time = math.nan if change.event_time is None else change.event_time
             rows = f"{'all rows, ' if change.is_full else ''}{format_count(self.num_rows - before, 'row')}"
             self._say(f"version {change.version}: {rows} in {time.monotonic() - begun:.1f} s")
         return count
@@ -108,17 +112,19 @@ class Feed:
             self.close()
             self._store.refresh()
             self._changes = self._store.changes(self._consumer, since=self._since(position))
-            self._position = position
+            self._position, self.version = position, position.version if position else 0
         return self._changes
 
     def _since(self, position: Position | None) -> int:
         if position is None:
             return 0
-        if position != (position.version, self._store.commit_id(position.version), self._tables):
+        cursor = Cursor.load(folder_of(self._store.directory, self._consumer))
+        commit_id = self._store.commit_id(position.version)
+        if position[1:] != (commit_id, self._tables, cursor.places):
             self._say(f"the sink's version {position.version} is of another commit, or other tables: it gets all rows")
             return 0
         # The sink may have a change that was not acknowledged.
-        return min(position.version, self._store.consumers().get(self._consumer, 0))
+        return min(position.version, cursor.version)
 
     def _counted(self, change: Change, show: Callable[[int, int], None]) -> Iterator[ChangedBatch]:
         rows = {each.name: each.num_embeddings for each in change.tables if each.name in (self._tables or [each.name])}
@@ -130,7 +136,7 @@ class Feed:
                 show(self.num_rows - before, sum(rows.values()))
 
     def close(self) -> None:
-        """Let others take the consumer's changes. Again is fine."""
+        """Let others take the consumer's changes. May be called twice."""
         if self._changes is not None:
             self._changes.close()
         self._changes = None

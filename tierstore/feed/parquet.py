@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 from ..errors import FormatError
 from ..store.changes import Change, ChangedBatch
@@ -18,15 +16,14 @@ from ..system.files import make_directory, output_errors, output_locked, sync_di
 from .base import Position, Sink, needed
 
 _MANIFEST: Final = "manifest.json"
-_HEAD: Final = ("format_version", "position", "since", "is_full", "event_time", "dropped", "tables")
 _PARTIAL: Final = ".partial"  # a name that readers of data sets skip
 
 
 class ParquetSink(Sink):
     """Folders in order of their names, numbers of 12 digits. All but the last may be moved away.
 
-    ``TABLE.parquet`` has ``id``, int64, and ``vector``, float32 of the table's dim; null: the id is deleted.
-    ``manifest.json`` has what else a ``Change`` says.
+    ``PLACE.parquet`` has ``id``, int64, and ``vector``, float32 of the table's dim; null: the id is deleted.
+    ``manifest.json`` has what else a ``Change`` says; ``files`` names their tables.
 
     Raises:
         ImportError: pyarrow is not installed. TierstoreError: another feed writes there. OSError. ValueError: a URL.
@@ -45,11 +42,13 @@ class ParquetSink(Sink):
             self._held = held.pop_all()
 
     def _found(self) -> dict[str, Any]:
-        """The manifest of the last folder, but for ``files``."""
+        """The manifest of the last folder, but for ``files``. FormatError."""
         path = self._named(self._number) / _MANIFEST
         try:
-            return dict(zip(_HEAD, itemgetter(*_HEAD)(json.loads(path.read_text())), strict=True))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            head = json.loads(path.read_text())
+            Position(*head["position"])
+            return {key: head[key] for key in head.keys() - {"files"}}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is no commit of a feed ({excerpt(str(error))}): move its folder away") from error
 
     def _named(self, number: int) -> Path:
@@ -62,8 +61,9 @@ class ParquetSink(Sink):
     def apply(self, change: Change, batches: Iterator[ChangedBatch], position: Position) -> None:
         """Write the change's folder, unless it is the last one. DiskFullError, TierstoreError: the system has no space
         for it, or refuses it."""
-        values = (1, position, change.since, change.is_full, change.event_time, change.dropped)
-        head = dict(zip(_HEAD, (*values, [each.to_dict() for each in change.tables]), strict=True))
+        head: dict[str, Any] = {"format_version": 1, "position": position}
+        head |= {name: getattr(change, name) for name in ("since", "is_full", "event_time", "dropped")}
+        head["tables"] = [table.to_dict() for table in change.tables]
         if (head := json.loads(json.dumps(head))) == self._head:
             return
         partial, whole = self._folder / _PARTIAL, self._named(self._number + 1)
@@ -82,16 +82,17 @@ class ParquetSink(Sink):
 
     def _write(self, folder: Path, change: Change, batches: Iterator[ChangedBatch]) -> Iterator[dict[str, Any]]:
         """A file for each table with changes; what each holds."""
-        pa, dims = self._pyarrow, {table.name: table.embedding_dim for table in change.tables}
+        pa, places = self._pyarrow, {table.name: place for place, table in enumerate(change.tables)}
         for table, parts in itertools.groupby(batches, lambda batch: batch.table):
-            rows, kind, name = [0, 0], pa.list_(pa.float32(), dims[table]), f"{quote(table, safe='')}.parquet"
+            dim, name = change.tables[places[table]].embedding_dim, f"{places[table]}.parquet"
+            rows, kind = [0, 0], pa.list_(pa.float32(), dim)
             schema = pa.schema({"id": pa.int64(), "vector": kind})
             with self._writer(folder / name, schema) as writer:
                 for _, ids, values in parts:
                     vectors = pa.nulls(len(ids), kind)
                     if values is not None:
                         flat = pa.array(values.float().numpy().ravel())
-                        vectors = pa.FixedSizeListArray.from_arrays(flat, dims[table])
+                        vectors = pa.FixedSizeListArray.from_arrays(flat, dim)
                     writer.write_table(pa.table([ids, vectors], schema=schema))
                     rows[values is None] += len(ids)
             yield {"table": table, "file": name, "rows": rows[0], "deletes": rows[1]}

@@ -42,35 +42,39 @@ class RedisSink(Sink):
     """
 
     def __init__(self, url: str, *, prefix: str = "tierstore", dtype: str = "float32", ttl: int | None = None) -> None:
-        redis = needed("redis", url)
+        self._place = url.partition("?")[0].rpartition("@")[2]  # without secrets
+        redis = needed("redis", self._place)
         if not _PREFIX.fullmatch(prefix):
             raise ValueError(f"prefix={excerpt(prefix)} may have letters, digits, '_', '.' and '-', as in 'shop'")
         require_choice(dtype, ("float32", "stored"), "dtype")
         self._expires = [] if ttl is None else ["EX", require_int(ttl, "ttl", 1, 2**31)]
-        self._prefix, self._is_stored, self._place = prefix, dtype == "stored", url.rpartition("@")[2]
-        self._position = f"{prefix}#position"
+        self._prefix, self._is_stored = prefix, dtype == "stored"
+        self._position, self._run_id = f"{prefix}#position", ""
         self._error, self._redis = redis.RedisError, redis.Redis.from_url(url, socket_timeout=_SECONDS)
-        with self._told():
+        with self._errors():
             if not self._redis.exists(self._position) and next(self._keys(), None):
                 raise ValueError(f"{self._place} has keys {prefix}:... that no feed wrote: choose another prefix")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except self._error as error:
             raise TierstoreError(f"{self._place}: {error}; the same command goes on once Redis takes rows") from error
 
     def position(self) -> Position | None:
-        """As ``Sink.position``."""
-        with self._told():
-            found = json.loads(self._redis.get(self._position) or "null")
-        return None if found is None else Position(*found)
+        """As ``Sink.position``. ValueError: the key is not a feed's."""
+        with self._errors():
+            self._run_id = self._redis.info("server")["run_id"]  # first: after a restart, what was read may be lost
+            found = self._redis.get(self._position) or b"null"
+        try:
+            return None if found == b"null" else Position(*json.loads(found))
+        except (ValueError, TypeError):
+            raise ValueError(f"{self._place}: no feed wrote {self._position}; choose another prefix") from None
 
     def apply(self, change: Change, batches: Iterator[ChangedBatch], position: Position) -> None:
-        """Write and delete keys. A full copy deletes what it did not write, for which it keeps 8 bytes a row."""
-        with self._told():
-            process = self._process()
+        """Write and delete keys. A full copy deletes what it did not write, for which it needs up to 24 bytes a row."""
+        with self._errors():
             if change.is_full:
                 self._redis.set(self._position, "null")
             if change.dropped:
@@ -82,12 +86,17 @@ class RedisSink(Sink):
                     kept[batch.table].append(batch.ids)
             if change.is_full:
                 self._delete(self._keys(), {table: np.sort(np.concatenate(ids)) for table, ids in kept.items()})
-            if self._process() != process:  # and what it was given may be lost
-                raise TierstoreError(f"{self._place} was started again meanwhile: the change must be taken once more")
-            self._redis.set(self._position, json.dumps(position))
+            self._set(position)
 
-    def _process(self) -> Any:
-        return self._redis.info("server").get("run_id")
+    def _set(self, position: Position) -> None:
+        """Set the position, in the process that ``position`` read it from, or not at all."""
+        with self._redis.pipeline() as pipe:
+            pipe.watch(self._position)  # a connection that breaks from here on is an error
+            if pipe.info("server")["run_id"] != self._run_id:
+                raise TierstoreError(f"{self._place} was started again meanwhile: the change must be taken once more")
+            pipe.multi()
+            pipe.set(self._position, json.dumps(position))
+            pipe.execute()
 
     def _put(self, batch: ChangedBatch) -> None:
         pipe, keys, values = self._redis.pipeline(transaction=False), self._named(batch.table, batch.ids), batch.values
@@ -124,7 +133,7 @@ class RedisSink(Sink):
             own = kept.get(table, ids[:0])
             stale = ids[np.searchsorted(own, ids) == np.searchsorted(own, ids, "right")]
             if len(stale):
-                self._redis.delete(*self._named(table, stale))
+                self._put(ChangedBatch(table, stale, None))
 
     def close(self) -> None:
         """Close the connections."""

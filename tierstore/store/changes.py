@@ -5,26 +5,29 @@ the lineage of the newest commit goes, so nothing is kept for a consumer that la
 
 The log does not tell which id a row had before. So a consumer has a file of the ids that it was told for each table
 with dynamic ids, 16 bytes a row. A process may end at any time, so before a change is given out, this is durable, in
-this order: the cursor, with the commit that is told and the ids that leave the file; then the file. The receiver has no
-id that is in neither, so each one without a row is told as a tombstone until the change is acknowledged.
+this order: the cursor, with the commit that is told and the ids that leave the file; then the file. So each id that
+the receiver may have is in one of them, and if it has no row, it is a tombstone until the change is acknowledged.
 """
 
 import contextlib
 import json
+import logging
 import os
 import re
+import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import ClosedError, DamagedError
+from ..errors import ClosedError, DamagedError, TierstoreError
 from ..io.reads import Changes
 from ..kernels.arrays import Int64s, Words
 from ..kernels.hashing import GOLDEN
@@ -35,14 +38,16 @@ from ..system.killpoints import reach
 from ..system.signals import ClosedWhenDropped
 from .stored_ids import TableOfIds
 from .table import Table
-from .version import Ancestor
+from .version import Ancestor, event_time_of
 
 __all__ = ["Change", "ChangeFeed", "ChangedBatch"]
 
 FOLDER: Final = "consumers"  # in the store's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_LOG: Final = logging.getLogger("tierstore")
 _NONE: Final[Int64s] = np.empty(0, np.int64)
 _HALF: Final = np.uint64(32)
+_T = TypeVar("_T")
 
 
 class ChangedBatch(NamedTuple):
@@ -69,35 +74,45 @@ class Cursor(NamedTuple):
     def version(self) -> int:
         return self.acked.version if self.acked else 0
 
+    @property
+    def places(self) -> list[list[Any]]:
+        """Place and name of each table, as JSON has them."""
+        return [list(each) for each in sorted(self.tables)]
+
     def needs_full(self, commit_id: Callable[[int], str]) -> bool:
         known = (self.acked, self.told or self.acked)
         return not all(each and commit_id(each.version) == each.commit_id != "" for each in known)
 
     def save(self, folder: Path) -> "Cursor":
-        displaced = {place: ids.tolist() for place, ids in self.displaced.items()}
+        displaced = {place: ids.tobytes().hex() for place, ids in self.displaced.items()}
         text = json.dumps([self.born, self.acked, self.told, sorted(self.tables), displaced])
         files.write_text(folder / "cursor.json", f"{zlib.crc32(text.encode()):08x}\n{text}", force=True)
         return self
 
     @classmethod
     def load(cls, folder: Path) -> "Cursor":
-        """That of a new consumer if there is none. DamagedError."""
-        path = folder / "cursor.json"
-        try:
+        """The saved cursor. A new one if there is none, if it is a copy's, or damaged, which the log says."""
+        new, path = cls(), folder / "cursor.json"
+        with contextlib.suppress(FileNotFoundError):
+            new = cls((folder / "lock").stat().st_ctime_ns)
             with files.open_plain_file(path) as file:
                 digest, _, text = file.read().decode(errors="replace").partition("\n")
-        except FileNotFoundError:
-            return cls()
-        if digest != f"{zlib.crc32(text.encode()):08x}":
-            raise _damaged(path)
-        born, acked, told, tables, displaced = json.loads(text)
-        known = {int(place): np.array(ids, np.int64) for place, ids in displaced.items()}
-        return cls(born, acked and Ancestor(*acked), told and Ancestor(*told), frozenset(map(tuple, tables)), known)
+            if digest != f"{zlib.crc32(text.encode()):08x}":
+                _LOG.warning("%s does not match its checksum; the consumer gets a full copy", path)
+            elif (values := json.loads(text))[0] == new.born:
+                acked, told = (values[at] and Ancestor(*values[at]) for at in (1, 2))
+                displaced = {
+                    int(place): np.frombuffer(bytes.fromhex(ids), np.int64) for place, ids in values[4].items()
+                }
+                return cls(new.born, acked, told, frozenset(map(tuple, values[3])), displaced)
+        return new
 
 
-def _damaged(path: Path) -> DamagedError:
-    way = f"Store.forget_consumer({path.parent.name!r}), which has this consumer get a full copy"
-    return DamagedError(f"{path} is missing, or does not match its checksum; call {way}")
+class _ToldIdsError(DamagedError):
+    """The file of told ids is missing, or has a damaged entry."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is missing, or does not match its checksum; the consumer gets a full copy next")
 
 
 class _ToldIds:
@@ -113,13 +128,13 @@ class _ToldIds:
                 os.posix_fallocate(file.fileno(), 0, 16 * num_rows)
                 self._map = np.memmap(file, np.uint64, "r+", shape=(num_rows, 2))
         except FileNotFoundError:
-            raise _damaged(path) from None
+            raise _ToldIdsError(path) from None
 
     def of(self, rows: Int64s) -> Words:
-        """Entries, [n, 2]. DamagedError."""
+        """Entries, [n, 2]. _ToldIdsError."""
         entries = np.asarray(self._map)[rows]
         if not np.array_equal(entries, _entries(rows, entries[:, 0], entries[:, 1])):
-            raise _damaged(self._path)
+            raise _ToldIdsError(self._path)
         return entries
 
     def put(self, parts: Iterable[tuple[Int64s, Words]], *, is_new: bool) -> None:
@@ -153,8 +168,8 @@ def _changed_ids(changes: Changes, table: Table) -> Iterator[tuple[Int64s, Words
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """All that changed after the commit that a consumer acknowledged last, up to the newest one. Usable until the feed
-    looks for the next one, or is closed: ClosedError.
+    """All that changed after the commit that a consumer acknowledged last, up to the newest one. ClosedError once the
+    feed is iterated further, or closed, and in a forked process.
 
     Attributes:
         since: that version; 0 with ``is_full``. version: the newest one.
@@ -173,58 +188,64 @@ class Change:
     _feed: "ChangeFeed" = field(repr=False)
     _end: Cursor = field(repr=False)  # once it is acknowledged
 
+    @property
+    def commit_id(self) -> str:
+        """The identity of the commit, as of ``Store.commit_id``."""
+        return self._end.acked.commit_id if self._end.acked else ""
+
+    @property
+    def places(self) -> list[list[Any]]:
+        """Place and name of each of ``tables``."""
+        return self._end.places
+
     def rows(self) -> Iterator[ChangedBatch]:
-        """Batches of up to 8 MiB, table by table, tombstones of a table first; again is fine. Rows never written have
-        first values, and are not among them. DamagedError: a row is."""
-        for table, changes, tombstones in self._feed._parts_of(self):
-            if len(tombstones):
-                yield ChangedBatch(table.name, tombstones, None)
-            for ids, weights in changes.rows(table.index):
-                if table.ids is not None:
-                    entries = self._feed._told[table.index].of(ids)
-                    ids, weights = _ids_of(entries), weights[entries[:, 1] != 0]
-                if len(ids):
-                    yield ChangedBatch(table.name, ids, values_of(weights, table.layout))
-                self._feed._parts_of(self)
+        """Batches of up to 8 MiB, table by table, tombstones of a table first; may be called twice. Rows never written
+        have first values, and are not among them. DamagedError: a row is."""
+        batches = self._feed._batches()
+        while (batch := self._feed._use(self, lambda: next(batches, None))) is not None:
+            yield batch
 
     def ack(self) -> None:
-        """The receiver has it all: move the cursor, durably. Again is fine. DiskFullError, ReadOnlyError,
+        """The receiver has it all: move the cursor, durably. May be called twice. DiskFullError, ReadOnlyError,
         TierstoreError: the cursor stays."""
-        self._feed._parts_of(self)
-        self._feed._cursor = self._end.save(self._feed._folder)
+        self._feed._cursor = self._feed._use(self, lambda: self._end.save(self._feed._folder))
         reach("feed: acknowledged")
 
 
 class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFeed"]):
     """The changes of a store for one consumer; made by ``Store.changes``. A context manager that closes it.
 
-    One thread at a time may use it. Memory, besides the store's: 8 bytes for each row that changed, 40 for each that
-    did and has a dynamic id, and 32 MiB; where the store is open for writing, a map of the rows, too. Until it is
-    iterated again the writer reuses no page of what it showed last, and the row file grows.
+    One thread at a time may use it; another may close it. Memory, besides the store's: 8 bytes for each row that
+    changed, some 100 if it has a dynamic id, and 32 MiB; where the store is open for writing, a map of the
+    rows, too. Until it is iterated again the writer reuses no page of what it showed last, and the row file grows.
     """
+
+    _is_closed = True  # until all of it is there
 
     def __init__(self, reader: Any, cold: Any, folder: Path, since: int | None, *, is_own: bool) -> None:
         """``reader``: a store opened for reading, ``is_own``: for this alone. ``cold``: its cold tier."""
         self._reader, self._cold, self._folder = reader, cold, folder
-        self._process_id = os.getpid()
+        self._process_id, self._lock = os.getpid(), threading.RLock()  # held while what ``close`` ends is in use
         self._leases = contextlib.ExitStack()
         self._current: Change | None = None
         self._parts: list[tuple[Table, Changes, Int64s]] = []  # of that one: tables, where their rows are, tombstones
-        self._told: dict[int, _ToldIds] = {}
+        self._id_files: dict[int, _ToldIds] = {}
         with contextlib.ExitStack() as held, files.output_errors(folder):
             held.callback(reader.close if is_own else lambda: None)
             held.callback(self._leases.close)
             files.make_directory(folder)
             self._new = Cursor(os.fstat(held.enter_context(locked(folder))).st_ctime_ns)
             found = Cursor.load(folder)
-            self._cursor = found if found.born == self._new.born and since in (None, found.version) else self._new
+            self._cursor = found if since in (None, found.version) else self._new
             self._held = held.pop_all()
+        self._is_closed = False
 
     def close(self) -> None:
-        """Release files, and the consumer's name. Again is fine."""
-        self._current = None
-        if hasattr(self, "_held") and self._process_id == os.getpid():  # in a fork, the lock is the parent's
-            self._held.close()
+        """Release files, and the consumer's name; waits for another thread's use. May be called twice."""
+        if not self._is_closed and self._process_id == os.getpid():  # in a fork, all is the parent's
+            with self._lock:
+                self._is_closed = True
+                self._held.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -232,7 +253,7 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
     def __iter__(self) -> Iterator[Change]:
         """Give changes until none is newer, or one was not acknowledged; iterate again for what is committed later.
         Errors as of ``Store.refresh``, ``Change.rows`` and ``Change.ack``."""
-        while (change := self._look()) is not None:
+        while (change := self._use(self._current, self._look)) is not None:
             yield change
             if self._cursor.told is not None:
                 return
@@ -240,38 +261,61 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
     def _look(self) -> Change | None:
         self._current = None
         self._leases.close()
-        self._reader.refresh()
-        version, cursor, tables = self._reader.shown.version, self._cursor, list(self._reader.tables.values())
+        with self._reader._follower.lock:  # no other thread shows a newer version meanwhile
+            self._reader.refresh()
+            version, tables = self._reader.shown.version, list(self._reader.tables.values())
+            cursor = self._new if self._cursor.needs_full(self._reader.commit_id) else self._cursor
+            new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
+        dynamic = [table for table in tables if table.ids is not None]
         now = Cursor(
             self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
-            frozenset((table.index, table.name) for table in tables),
-            {table.index: _NONE for table in tables if table.ids is not None},
+            frozenset((table.index, table.name) for table in tables), {table.index: _NONE for table in dynamic},
         )  # fmt: skip
         if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
+            self._leases.close()
             return None
-        if is_full := cursor.needs_full(self._reader.commit_id):
-            cursor = self._new
-        new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
-        gone = self._tell(cursor, now, [table for table in tables if table.ids is not None], new)
+        try:
+            gone = self._tell(cursor, now, dynamic, new)
+        except _ToldIdsError as error:
+            _LOG.warning("%s", error)
+            cursor, new = self._new, every
+            gone = self._tell(cursor, now, dynamic, new)
         self._parts = [
             (table, new if (table.index, table.name) in cursor.tables else every, gone.get(table.index, _NONE))
             for table in tables
         ]
-        time, dropped = version.extra.get("event_time"), sorted({name for _, name in cursor.tables - now.tables})
-        event_time, configs = float(time) if type(time) in (int, float) else None, (table.config for table in tables)
-        change = Change(cursor.version, version.number, event_time, is_full, tuple(configs), tuple(dropped), self, now)
-        self._current = change
-        return change
+        dropped, configs = {name for _, name in cursor.tables - now.tables}, (table.config for table in tables)
+        self._current = Change(
+            cursor.version, version.number, event_time_of(version.extra), cursor.acked is None, tuple(configs),
+            tuple(sorted(dropped)), self, now,
+        )  # fmt: skip
+        return self._current
+
+    def _batches(self) -> Iterator[ChangedBatch]:
+        """Of the current change."""
+        for table, changes, tombstones in self._parts:
+            if len(tombstones):
+                yield ChangedBatch(table.name, tombstones, None)
+            for ids, weights in changes.rows(table.index):
+                if table.ids is not None:
+                    try:
+                        entries = self._id_files[table.index].of(ids)
+                    except _ToldIdsError:
+                        self._cursor = self._new.save(self._folder)
+                        raise
+                    ids, weights = _ids_of(entries), weights[entries[:, 1] != 0]
+                if len(ids):
+                    yield ChangedBatch(table.name, ids, values_of(weights, table.layout))
 
     def _tell(self, cursor: Cursor, now: Cursor, tables: list[Table], changes: Changes) -> dict[int, Int64s]:
         """Note what is given out next, before it is; returns the tombstones of tables, by place."""
         displaced, tombstones = {**now.displaced}, dict[int, Int64s]()
         for table in tables:
             place, known = table.index, cursor.displaced.get(table.index)
-            self._told[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
+            self._id_files[place] = _ToldIds(self._folder / f"{place}.ids", table.config.num_rows, is_new=known is None)
             gone, here = [_NONE if known is None else known], [_NONE]
             for rows, entries in () if known is None else _changed_ids(changes, table):
-                before = self._told[place].of(rows)
+                before = self._id_files[place].of(rows)
                 gone.append(_ids_of(before[(before != entries).any(axis=1)]))
                 here.append(_ids_of(entries))
             left, _ = np.unique(np.concatenate(gone), return_index=True)  # by sorting; it would hash, which is slow
@@ -281,14 +325,18 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
         self._cursor = cursor._replace(acked=acked, told=now.acked, displaced=displaced).save(self._folder)
         reach("feed: change noted")
         for table in tables:
-            self._told[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
+            self._id_files[table.index].put(_changed_ids(changes, table), is_new=table.index not in cursor.displaced)
         reach("feed: ids noted")
         return tombstones
 
-    def _parts_of(self, change: Change) -> list[tuple[Table, Changes, Int64s]]:
-        if change is not self._current:
-            raise ClosedError(f"{self._folder}: the feed was closed, or gave a later change; take them one by one")
-        return self._parts
+    def _use(self, change: Change | None, call: Callable[[], _T]) -> _T:
+        """Meanwhile nothing that the change needs is released. ClosedError: it was."""
+        if self._process_id != os.getpid():
+            raise ClosedError(f"{self._folder}: the feed is the parent process's; open the store in this one")
+        with self._lock:
+            if self._is_closed or change is not self._current:
+                raise ClosedError(f"{self._folder}: the feed was closed, or gave a later change; take them one by one")
+            return call()
 
 
 def folder_of(directory: Path, consumer: str) -> Path:
@@ -298,8 +346,22 @@ def folder_of(directory: Path, consumer: str) -> Path:
     return directory / FOLDER / consumer
 
 
-def locked(folder: Path) -> contextlib.AbstractContextManager[int]:
+def forget(folder: Path) -> None:
+    """Delete it, durably. TierstoreError: it is locked."""
+    gone = folder.with_name(f".gone-{folder.name}")  # no consumer's name
+    with files.output_errors(folder), locked(folder):
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        files.sync_directory(folder.parent)
+        shutil.rmtree(gone)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
     """A consumer's name, taken. The file is never written, so its time is that of the folder's making; a copy has
     another."""
     refusal = "{} is locked: the changes for this consumer are being taken, here or by another process; close that feed"
-    return files.output_locked(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, refusal)
+    with files.output_locked(path := folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, refusal) as descriptor:
+        if not (path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))):
+            raise TierstoreError(f"{folder} was deleted meanwhile, by another process; try again")
+        yield descriptor

@@ -7,7 +7,6 @@ import html
 import logging
 import math
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,13 +34,12 @@ from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.checks import Unpicklable
-from ..system.files import output_errors
 from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
 from ..system.terminal import html_table
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
-from .changes import FOLDER, ChangeFeed, Cursor, folder_of, locked
+from .changes import FOLDER, ChangeFeed, Cursor, folder_of, forget
 from .commits import Commits, PendingCommit
 from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
@@ -411,7 +409,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
         Raises:
             ValueError: no name. TierstoreError: the name is in use elsewhere; or the store is in memory, or sharded.
-            DamagedError: the cursor is. DiskFullError, ReadOnlyError: it cannot be kept. ClosedError.
+            DiskFullError, ReadOnlyError: the cursor cannot be kept. ClosedError.
         """
         self.require_open()
         if not isinstance(self._cold, LmdbColdTier) or RANK_KEY in self._catalog.version.extra:
@@ -419,38 +417,37 @@ class Store(ClosedWhenDropped, Unpicklable):
                 f"{self.directory} is in memory, or sharded, and has no feed of changes: give the store a directory; "
                 "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
             )
-        folder = folder_of(self.directory, consumer)
-        if (before := self._feeds.get(consumer, lambda: None)()) is not None:
-            before.close()
-        settle(_SETTLE_SECONDS)
-        memory, reader = Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), self
-        options: dict[str, Any] = {
-            "version": None,
-            "keep": 1,
-            "slack": 2.0,
-            "threads": 1,
-            "dtype": None,
-            "check_finite": None,
-        }
+        folder, reader = self._end_feed(consumer), self
         if not self._follows:
-            reader = Store(self.directory, memory, readonly=True, **options)
+            reader = Store(
+                self.directory, Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), readonly=True,
+                version=None, keep=1, slack=2.0, threads=1, dtype=None, check_finite=None,
+            )  # fmt: skip
         feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
         self._feeds[consumer] = weakref.ref(feed)
         return feed
 
+    def _end_feed(self, consumer: str) -> Path:
+        """The consumer's folder, of which no feed of this store is open."""
+        folder = folder_of(self.directory, consumer)
+        if (feed := self._feeds.get(consumer, lambda: None)()) is not None:
+            feed.close()
+        settle(_SETTLE_SECONDS)
+        return folder
+
     def consumers(self) -> dict[str, int]:
-        """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next. DamagedError."""
+        """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next."""
         self.require_open()
-        cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("*/"))}
+        cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("[!.]*/"))}
         return {name: 0 if each.needs_full(self.commit_id) else each.version for name, each in cursors.items()}
 
     def forget_consumer(self, consumer: str) -> None:
-        """Delete a consumer's cursor. ValueError: there is none. TierstoreError: its changes are being taken."""
+        """Delete a consumer's cursor, durably, and end its feed here. ValueError: there is none. TierstoreError: its
+        changes are being taken elsewhere."""
         self.require_open()
-        if not (folder := folder_of(self.directory, consumer)).is_dir():
+        if not (folder := self._end_feed(consumer)).is_dir():
             raise ValueError(f"{self.directory} has no consumer {consumer!r}; consumers() lists them")
-        with output_errors(folder), locked(folder):
-            shutil.rmtree(folder)
+        forget(folder)
 
     def set_time(self, seconds: float) -> None:
         """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
@@ -531,9 +528,12 @@ class Store(ClosedWhenDropped, Unpicklable):
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
-        for feed in [known() for known in self._feeds.values()]:
-            if feed is not None:
-                feed.close()
+        with contextlib.ExitStack() as last:
+            last.callback(self._end, kind)
+            for feed in filter(None, [known() for known in self._feeds.values()]):
+                last.callback(feed.close)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
         self._lifetime.end_calls()
         self._commits.end_writing()
         try:
