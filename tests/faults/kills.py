@@ -30,6 +30,7 @@ from tests.children import fork
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.kernels.jit import FIRST_USE
 from tierstore.system.killpoints import POINTS
+from tierstore.system.signals import settle
 
 from .training_run import (
     STEPS_A_COMMIT,
@@ -59,6 +60,7 @@ FIRST_USE.is_alone = True
 
 def forked(body: Callable[[Report], None], kill_after: float | None = None) -> tuple[list[dict[str, Any]], bool]:
     """What it reported, and whether it was killed."""
+    settle(60)
     own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
 
