@@ -56,15 +56,15 @@ class FollowingReader(Reader):
             raise ValueError("order='time' goes by event times: name their column (data.time_column)")
         self._by_time, self._skips, self._settle_seconds = order == "time", late == "skip", settle_seconds
         self._quoting, self._until, self._checks_files = quoting, until, checks_files
-        self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": []})
+        self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": [], "is_cut": False})
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on at a position, as it is or as JSON gives it back."""
-        self._position = position
+        self._position, self._is_cut = position, position["is_cut"]  # whether more were read than the recent ones
         self._recent: list[_Key] = [(seconds, name) for seconds, name in position["recent"]]
         self._read, self._keys = {name for _, name in self._recent}, dict[str, _Key]()
         self._list()
-        self._earlier = set(self._unread if self._recent else ())  # before the recent ones: an earlier process read it
+        self._earlier = set(self._unread if self._is_cut else ())  # before the recent ones: an earlier process read it
 
     def place(self, row: int) -> str:
         return f"{self.path / self._position['file']} or the file before it, at row {row:,} of all"
@@ -83,7 +83,7 @@ class FollowingReader(Reader):
                 continue
             path, rest = self.path / name, chunk_rows - count if count else 0
             reader, (size, _) = self._open(path), _size_and_time(path)
-            here = {"file": name, "size_bytes": size, "recent": [list(key) for key in self._recent]}
+            here = {"file": name, "size_bytes": size, "recent": [*map(list, self._recent)], "is_cut": self._is_cut}
             to_fill = reader.read_chunks(row, row + rest, rest) if rest else iter(())
             for part in chain(to_fill, reader.read_chunks(row + rest, None, chunk_rows)):
                 held.append(part)
@@ -136,6 +136,7 @@ class FollowingReader(Reader):
         for key in self._whole():
             self._mark(name := key[1])
             if not self._recent or key > self._recent[-1]:
+                self._is_cut |= len(self._recent) == _REMEMBERED
                 self._recent = [*self._recent, key][-_REMEMBERED:]
                 return name
             if key > self._recent[0] or name not in self._earlier:
@@ -187,11 +188,10 @@ class FollowingReader(Reader):
         return (ParquetReader if is_data(path.name, ParquetReader.endings) else NpyReader)(path, schema=self.schema)
 
     def _no_rows(self) -> RawRows:
-        width, dense, sparse = len(self.schema.labels), len(self.schema.dense), len(self.schema.sparse)
+        width, dense, sparse = len(self.schema.labels), len(self.schema.dense), len(self.schema.categorical)
         categories = Categories.of_columns([np.empty(0, np.int64)] * sparse, [1] * sparse, 0)
-        return RawRows(
-            np.empty((0, width)[: 1 + (width > 1)], np.float32), np.empty((0, dense), np.float32), categories
-        )
+        labels = np.empty((0, width)[: 1 + (width > 1)], np.float32)
+        return RawRows(labels, np.empty((0, dense), np.float32), categories)
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:
