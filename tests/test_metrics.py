@@ -139,6 +139,7 @@ def test_far_out_and_undefined() -> None:
         ((labels, np.array([0.5])), r"labels \[2\] must be 0 or 1, and as many as logits \[1\]"),
         ((np.array([0, 2]), np.array([0.5, 0.5])), "must be 0 or 1"),
         ((labels, np.array([0.5, math.nan])), "diverged"),
+        ((labels, np.array([0.5, 0.5]), np.ones(1)), "as many as the 2 rows"),
     ):
         with pytest.raises(ValueError, match=reason):
             evaluate(*columns)

@@ -161,6 +161,8 @@ class Predictions:
         if not columns or not len(columns[0]):
             raise ValueError("there are no rows to evaluate")
         labels, logits, weights, groups, segments = columns
+        if any(len(each) != len(labels) for each in columns[2:] if each is not None):
+            raise ValueError(f"weights, groups and segments must be as many as the {len(labels):,} rows")
         if labels.shape != logits.shape or not np.isin(labels, (0, 1)).all():
             raise ValueError(f"labels {list(labels.shape)} must be 0 or 1, and as many as logits {list(logits.shape)}")
         weight = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
