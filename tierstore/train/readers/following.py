@@ -126,9 +126,12 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        names = {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)}
+        self._sure, names = (  # what came before one of the first listing is in the second
+            {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
+        )
         self._read &= names
-        self._unread = sorted(name for name in names - self._read if not _TEMPORARY.search(name))
+        last = max(names if self._by_time else self._sure, default="")
+        self._unread = sorted(name for name in names - self._read if name <= last and not _TEMPORARY.search(name))
         self._list_at = time.monotonic() + max(_POLL_SECONDS, _LIST_SHARE * (time.monotonic() - begun))
 
     def _next(self) -> str | None:
@@ -157,7 +160,10 @@ class FollowingReader(Reader):
                     raise DataError(f"{self.path / name}, row 0: no event time, by which files are ordered")
                 else:
                     self._keys[name] = seconds, name
-        return iter(sorted(self._keys[name] for name in unread if name in self._keys))
+        found = sorted(self._keys[name] for name in unread if name in self._keys)
+        while found and found[-1][1] not in self._sure:
+            found.pop()
+        return iter(found)
 
     def _is_whole(self, name: str) -> bool:
         path = self.path / name
