@@ -67,7 +67,7 @@ class FollowingReader(Reader):
         self._earlier = set(self._unread if self._is_cut else ())  # before the recent ones: an earlier process read it
 
     def place(self, row: int) -> str:
-        return f"{self.path / self._position['file']} or the file before it, at row {row:,} of all"
+        return f"{self.path / self._position['file']} (to row {self._position['row']:,}) or before: row {row:,} of all"
 
     def batches(self, hasher: FeatureHasher, **options: Any) -> Iterator[Batch]:
         """As of any reader; ``start_row`` is the number of the next row, wherever it lies."""
@@ -185,7 +185,7 @@ class FollowingReader(Reader):
 
     def _refuse(self, name: str, why: str) -> None:
         if not self._skips:
-            raise DataError(f'{self.path / name} {why}: take it away, or pass over such with data.late_files = "skip"')
+            raise DataError(f'{self.path / name} {why}: take it away, or pass over such: late="skip" (data.late_files)')
         _LOG.warning("%s %s: it is left out", self.path / name, why)
 
     def _open(self, path: Path) -> Reader:
