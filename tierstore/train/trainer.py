@@ -370,7 +370,7 @@ class _Training:
         by, best = section.best_by, figures[section.best_by]
         if math.isnan(best):
             raise DataError(
-                f"test rows have no {TITLES[by]}: labels are alike, or no groups; test others, or by log_loss"
+                f"test rows have no {TITLES[by]}: labels are alike, or groups missing; test others, or go by log_loss"
             )
         self._tested_at = time.monotonic()
         self.run.model.train()
