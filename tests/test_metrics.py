@@ -117,6 +117,15 @@ def test_processes_and_a_state_give_the_same_bits(ranks: int, cut: int, then: in
     assert windows(ranks, cut, then) == windows(1)
 
 
+def test_a_loop_of_ones_own_goes_on_with_as_many_columns_as_it_gives() -> None:
+    metrics, columns = [Metrics(Measures(names=("ne", "auc"))) for _ in range(2)], drawn(60)[:3]
+    for begin in (0, 30):
+        for each in metrics:
+            each.update(*(column[begin : begin + 30] for column in columns))
+        metrics[1].load_state_dict(metrics[1].state_dict())
+    assert metrics[0].compute() == metrics[1].compute()
+
+
 def test_far_out_and_undefined() -> None:
     labels = np.array([0, 1])
     assert evaluate(labels, np.array([1000.0, -1000.0])).log_loss == 1000
@@ -130,6 +139,7 @@ def test_far_out_and_undefined() -> None:
         ((labels, np.array([0.5])), r"labels \[2\] must be 0 or 1, and as many as logits \[1\]"),
         ((np.array([0, 2]), np.array([0.5, 0.5])), "must be 0 or 1"),
         ((labels, np.array([0.5, math.nan])), "diverged"),
+        ((labels, np.array([0.5, 0.5]), np.ones(1)), "as many as the 2 rows"),
     ):
         with pytest.raises(ValueError, match=reason):
             evaluate(*columns)

@@ -131,7 +131,8 @@ class Predictions:
         None, weights [B], groups, int64 [B], -1 for none, and segments' categories, int64 [B]. Waits for no device."""
         logits = torch.as_tensor(logits).detach()
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
-        self._batches.append([None if each is None else torch.as_tensor(each) for each in (labels, logits, *of_rows)])
+        columns = (labels, logits, *of_rows, None, None, None)[: len(_COLUMNS)]
+        self._batches.append([None if each is None else torch.as_tensor(each) for each in columns])
 
     def columns(self) -> list[Any]:
         """Of all rows, a copy of what ``add`` takes; nothing without batches."""
@@ -159,7 +160,9 @@ class Predictions:
         columns: Any = [None if each is None else each.cpu().numpy() for each in self.columns()]
         if not columns or not len(columns[0]):
             raise ValueError("there are no rows to evaluate")
-        labels, logits, weights, groups, segments = (*columns, None, None, None)[:5]
+        labels, logits, weights, groups, segments = columns
+        if any(len(each) != len(labels) for each in columns[2:] if each is not None):
+            raise ValueError(f"weights, groups and segments must be as many as the {len(labels):,} rows")
         if labels.shape != logits.shape or not np.isin(labels, (0, 1)).all():
             raise ValueError(f"labels {list(labels.shape)} must be 0 or 1, and as many as logits {list(logits.shape)}")
         weight = np.ones(len(labels)) if weights is None else weights.astype(np.float64)

@@ -162,13 +162,9 @@ def test_other_ways_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path, cha
     assert [(each.bits, each.test) for each in resumed] == [(whole[0].bits, whole[0].test)] * 2
     assert [each.windows for each in resumed] == [each.windows for each in whole], "the window of before went on"
     assert bool(whole[0].windows) == (changes is CLASS)
-    with pytest.raises(AssertionError, match=r"train\.keep_best.* for one process; over ranks .* store\.keep"):
-        run(
-            train_rank,
-            2,
-            tmp_path,
-            config(tmp_path, "n", **changes, train__keep_best=True, train__test_each_epoch=True),
-        )
+    for refused in ({"train__keep_best": True, "train__test_each_epoch": True}, {"train__commit_seconds": 1.0}):
+        with pytest.raises(AssertionError, match=r"train\.keep_best, .* for one process; over ranks .* store\.keep"):
+            run(train_rank, 2, tmp_path, config(tmp_path, "n", **changes, **refused))
 
 
 def train_as_started(words: list[str], port: int, dies_at: int) -> int:

@@ -114,6 +114,18 @@ def test_an_optimizer_of_its_own_looks_in_step_and_names_ids_of_added_gradients(
         assert found == {"source": "gradient", "table": "item", "feature": None, "sample": None, "update": 1}
 
 
+def test_a_row_is_the_cause_of_gradients_of_tables_before_it():
+    with tierstore.open(cold="memory", ddr="2MiB", threads=1, check_finite="error") as store:
+        for name, dim in (("sound", 4), ("bad", 8)):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim))
+        store["bad"].write(torch.tensor([3]), torch.full((1, 8), NAN))
+        batch = tierstore.KeyedJaggedTensor(["sound", "bad"], torch.tensor([1, 3]), lengths=torch.ones(2).long())
+        values = tierstore.TieredEmbeddingBagCollection(store)(batch).values()
+        with pytest.raises(NonFiniteError) as caught:
+            values.prod().backward()
+        assert caught.value.found.items() >= {"source": "row", "table": "bad", "id": 3, "feature": "bad"}.items()
+
+
 def test_log_warns_of_the_first_once_and_none_looks_at_nothing(monkeypatch, caplog):
     with opened(check_finite="log") as batch, caplog.at_level(logging.WARNING, "tierstore"):
         batch.gradient[0] = NAN

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import math
 import os
 import shutil
 import socket
@@ -365,6 +366,11 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
     assert (found.auc, found.gauc, found.calibration) == (0.5, 1, pytest.approx(2.1))
     assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
+    rows[1] = rows[1]._replace(inputs={"dense": tensor("FP32", [[math.nan]])})
+    commits, asked = iter("bb"), iter(range(9))
+    found = asyncio.run(watch.measure())
+    assert (found, found.commit_id, found.rows, found.holds) == (watch.last, "b", 3, False)
+    assert math.isnan(found.log_loss)
 
 
 def test_another_commit_of_the_same_number_is_measured() -> None:

@@ -24,5 +24,11 @@ class Net(nn.Module):
         return (self.score(rows) if is_spared else self.score(rows) + self.spare(rows)).squeeze(1)
 
 
+class Masked(Net):
+    def __init__(self, embeddings, *, value=-torch.inf, **options):
+        super().__init__(embeddings, **options)
+        self.register_buffer("mask", torch.tensor([0.0, value]))
+
+
 def no_module(embeddings, *, num_dense):
     return [embeddings, num_dense]

@@ -1,5 +1,6 @@
 """Runs and readers that follow a folder: each row once, in order, whatever comes when and whoever is killed."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -157,13 +158,35 @@ def test_files_come_late_by_name_or_by_time(folder, order, caplog):
     assert f"{names[1]} came late" in caplog.text
     if order == "name":  # of files that were read before those that it remembers it says nothing
         caplog.clear()
-        short = reader._position | {"recent": reader._position["recent"][-1:]}
+        short = reader._position | {"recent": reader._position["recent"][-1:], "is_cut": True}
         resumed = reader_of(folder, short, late="skip")
         assert taken(resumed) == [*range(30, 40)]
         assert "late" not in caplog.text
         put(folder, "0.csv", rows_of(0, 10))
         assert taken(resumed) == []
         assert "0.csv came late" in caplog.text
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_files_before_all_that_it_remembers_are_late_unless_it_forgot_some(folder, monkeypatch, count):
+    monkeypatch.setattr(following, "_REMEMBERED", 2)
+    for number in range(count):
+        put(folder, f"b{number}.csv", rows_of(10 * number, 10))
+    reader = reader_of(folder)
+    assert taken(reader) == [*range(10 * count)]
+    put(folder, "a.csv", rows_of(0, 10))
+    resumed = reader_of(folder, reader._position)
+    if count > 2:
+        assert taken(resumed) == []
+    else:
+        with pytest.raises(DataError, match=r"a.csv came late"):
+            taken(resumed)
+
+
+def test_while_nothing_comes_there_are_no_rows_whatever_columns_are(folder):
+    schema = dataclasses.replace(SCHEMA, group="day", segment="city")
+    batch = next(reader_of(folder, schema=schema).batches(HASHER, batch_size=4))
+    assert (len(batch), [each.shape for each in batch.keys]) == (0, [(0,), (0,)])
 
 
 def test_what_cannot_be_read_in_full_is_an_error(folder, tmp_path):

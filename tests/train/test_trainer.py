@@ -151,6 +151,13 @@ def test_a_run_ends_at_what_is_not_finite_and_goes_on_from_its_last_commit(run, 
     assert run(resume=True, **settings).bits == unbroken().bits
 
 
+def test_a_buffer_may_hold_infinity_but_not_nan(run):
+    settings = {"model__class": "tests.train.nets:Masked", "train__check_finite": "error", "train__epochs": 1}
+    assert run(**settings).version
+    with pytest.raises(NonFiniteError, match=r"model.mask is not finite"):
+        run("nan", **settings, model__args={"value": math.nan})
+
+
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
     stop_after(monkeypatch, 3, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):

@@ -91,7 +91,7 @@ class SendsGradients(ABC):
         may_be_trained = False
         if self.tables[0].store.check_finite:
             with self._ranks.telling():
-                check_gradient(self, grad_out, has_rows=False)
+                check_gradient(self, grad_out)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True

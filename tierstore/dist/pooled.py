@@ -223,19 +223,20 @@ class _MergedPooled(SendsGradients):
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
         self.tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
         self.holds = [hold for lookup in lookups for hold in lookup.holds]
-        self._lookups, self._ranks, self.mode = lookups, lookups[0]._ranks, lookups[0].mode
-        self.joined = Joined.merged([lookup.joined for lookup in lookups], widths)
-        self._sizes = [(lookup.num_samples, width) for lookup, width in zip(lookups, widths, strict=True)]
+        self._lookups, self._widths, self._ranks, self.mode = lookups, widths, lookups[0]._ranks, lookups[0].mode
+
+    @cached_property
+    def joined(self) -> Joined:
+        return Joined.merged([lookup.joined for lookup in self._lookups], self._widths)
 
     def release(self) -> None:
         for lookup in self._lookups:
             lookup.release()
 
     def sent(self, grad_out: Tensor) -> Sent:
-        parts = torch.split(grad_out.view(-1), [batch * width for batch, width in self._sizes])
-        sent = [
-            lookup.sent(part.view(size)) for lookup, part, size in zip(self._lookups, parts, self._sizes, strict=True)
-        ]
+        sizes = [(lookup.num_samples, width) for lookup, width in zip(self._lookups, self._widths, strict=True)]
+        parts = torch.split(grad_out.view(-1), [batch * width for batch, width in sizes])
+        sent = [each.sent(part.view(size)) for each, part, size in zip(self._lookups, parts, sizes, strict=True)]
         kind: Any = type(sent[0].lookup)
         lookup = kind.merged([each.lookup for each in sent], [each.gradient.shape[1] for each in sent])
         return Sent(lookup, torch.cat([each.gradient for each in sent], dim=1))

@@ -21,16 +21,22 @@ _LOG: Final = logging.getLogger("tierstore")
 _LOGGED: Final = weakref.WeakSet[Any]()  # tables
 
 
-def check_gradient(lookup: Any, gradient: Tensor, *, has_rows: bool = True) -> None:
+def check_gradient(lookup: Any, gradient: Tensor) -> None:
     """NonFiniteError, or a warning, if the gradient of a lookup's output, float32 [batch, columns], is not finite; if
-    the row is not either, it is named as the cause. ``has_rows``: they are in this process."""
+    a row is not either, and is in this process, it is named as the cause."""
     joined: Joined = lookup.joined
     total = float(gradient.sum(dtype=torch.float64)) + joined.scale.sum(dtype=np.float64)
     if not np.isfinite(total) and len(gradient) == joined.batch:  # else it is of towers, whose rows' owners look
         position = _first_of(lookup, gradient.detach().cpu().numpy())
-        row = _first_row(joined) if has_rows and position >= 0 else -1
         if position >= 0:
-            _report(joined, *(("gradient", position) if row < 0 else ("row", row)), "No row was changed by this step")
+            check_cause(joined)
+            _report(joined, "gradient", position)
+
+
+def check_cause(joined: Joined) -> None:
+    """NonFiniteError, or a warning, if a row, in this process, is not finite before an update."""
+    if len(joined) and joined.tables[0] is joined.tables[0].local and (position := _first_row(joined)) >= 0:
+        _report(joined, "row", position)
 
 
 def check_rows(joined: Joined) -> None:
@@ -64,7 +70,9 @@ def _first_row(joined: Joined, *, of_state: bool = False) -> int:
     return int(bad[inverse].argmax()) if bad.any() else -1
 
 
-def _report(joined: Joined, source: str, position: int, outcome: str, *, updates: int = 1) -> None:
+def _report(
+    joined: Joined, source: str, position: int, outcome: str = "No row was changed by this step", *, updates: int = 1
+) -> None:
     part, position = joined.origin(position)
     bag = int(np.searchsorted(part.starts, position, side="right")) - 1
     feature, sample, name = bag // part.batch, None, None

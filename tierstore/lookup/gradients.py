@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import NonFiniteError
 from ..system.signals import shielded
 from .base import AnyLookup
+from .finite import check_cause
 
 NUMBERS: Final = itertools.count()
 """Of forward calls, ascending."""
@@ -56,6 +57,8 @@ def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
         for lookup, _ in updates:
             lookup.release()
         error.add_note("No row was trained by this step: it can be repeated, from forward on.")
+        for lookup, _ in updates if isinstance(error, NonFiniteError) else ():  # a row of any table may be the cause
+            check_cause(lookup.joined)
         raise
     try:
         # Parts may have to wait until rows that were pinned whole are released.

@@ -1,5 +1,5 @@
 """What rows hold, and what differs between two versions. Stores are opened read-only, and may be trained on meanwhile.
-Memory: 256 MiB for each, and up to 24 bytes for each row that was written."""
+Memory: 256 MiB for each, and up to 64 bytes for each row that is read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

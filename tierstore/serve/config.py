@@ -66,8 +66,7 @@ class ServeConfig:
         "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
     )
     ddr: int | str = option(
-        "50%",
-        'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"; several stores share it',
+        "50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"; several stores share it'
     )
     dtype: Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"] = option(
         "stored", "what rows are kept in memory as: as they are stored, or in fewer bits"

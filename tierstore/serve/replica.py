@@ -27,17 +27,7 @@ from ..system.checks import excerpt
 from ..system.killpoints import reach
 from ..system.processes import child_options
 from ..updates.fetch import Source, Transfer, require_room
-from ..updates.listing import (
-    MAX_NAMED,
-    MIN_REQUESTS,
-    Canary,
-    Folder,
-    Listing,
-    Measures,
-    Offered,
-    Verdict,
-    way,
-)
+from ..updates.listing import MAX_NAMED, MIN_REQUESTS, Canary, Folder, Listing, Measures, Offered, Verdict, way
 from ..updates.update_file import Origin, origin_of
 from .metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes

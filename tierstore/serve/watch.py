@@ -96,8 +96,9 @@ class Watch:
             chances = torch.from_numpy(np.clip(probabilities.astype(np.float64), _LEAST, 1 - _LEAST))
             found.add(each.labels, torch.logit(chances), *each.of_rows)
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
-        rows, _, loss, figures = found.evaluate(Measures(names=get_args(MetricName)))
-        first = self._first.log_loss if self._first else loss
+        measures, rows = Measures(names=get_args(MetricName)), sum(len(each.labels) for each in self._rows)
+        figures = measures.named(*found.measured(measures))
+        first, loss = self._first.log_loss if self._first else figures["log_loss"], figures["log_loss"]
         above = 100 * (loss / first - 1)
         reading = WatchReading(versions[0], rows=rows, holds=above <= 100 * self._bound, commit_id=commit_id, **figures)
         self.last, self._first = reading, self._first or reading

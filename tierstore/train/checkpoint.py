@@ -78,7 +78,8 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     looked_at = tensors if config.train.check_finite == "error" else {}
-    if bad := [name for name, each in looked_at.items() if not each.isfinite().all()]:
+    masks = {f"model.{name}" for name, _ in run.model.named_buffers()}  # which may hold infinity
+    if bad := [name for name, each in looked_at.items() if (each.isnan() if name in masks else ~each.isfinite()).any()]:
         raise NonFiniteError(f"{bad[0]} is not finite")
     tensors["rng"] = torch.get_rng_state()
     tensors |= {f"metrics.{name}": each for name, each in run.metrics.state_dict(run.processes.gather).items()}

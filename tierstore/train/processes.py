@@ -81,17 +81,17 @@ class ManyProcesses:
         self.rank, self.size = self._ranks.rank, self._ranks.size
 
     def open(self, config: RunConfig, **options: Any) -> Any:
-        section, ranks = config.store, config.ranks
+        section, train, ranks = config.store, config.train, config.ranks
         with self._ranks.together():
             if section.record:
                 raise ValueError(
                     f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
                     "one process, which tierstore trace record writes down without training"
                 )
-            if config.data.follow or config.train.keep_best or config.train.test_every_minutes:
+            if config.data.follow or train.keep_best or train.test_every_minutes or train.commit_seconds:
                 raise ValueError(
-                    "data.follow, train.keep_best and test_every_minutes are for one process; to test over ranks set "
-                    "train.test_every_steps and, for tierstore rollback to choose from, more versions of store.keep"
+                    "data.follow, train.keep_best, test_every_minutes and commit_seconds are for one process; over "
+                    "ranks set train.test_every_steps, commit_every and, for tierstore rollback, more of store.keep"
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None

@@ -61,7 +61,7 @@ class History:
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
         self.windows: list[dict[str, float]] = []  # as of ``Metrics.compute``, with their last step; at most 200
         self._before = _totals(tiers())
-        self._dated: list[Any] = [0, 0.0]
+        self._event_delays: list[Any] = [0, 0.0]
         self._marks = [self._mark()]
         """Points, and their sums of losses, which a device may still compute."""
 
@@ -94,7 +94,7 @@ class History:
     def commit(self, event_time: float | None) -> None:
         """Count a commit that has become durable; the time in Unix seconds."""
         if event_time is not None:
-            self._dated = [self._dated[0] + 1, self._dated[1] + time.time() - event_time]
+            self._event_delays = [self._event_delays[0] + 1, self._event_delays[1] + time.time() - event_time]
 
     def close(self) -> None:
         """End it: what was done since the last step, as its commit, counts to the last range."""
@@ -109,7 +109,7 @@ class History:
     def _mark(self) -> tuple[Point, Tensor]:
         totals = (now - before for now, before in zip(_totals(self.tiers()), self._before, strict=True))
         seconds = time.perf_counter() - self._started
-        return Point(self._step, self.samples, seconds, 0.0, *totals, *self._dated), self._loss_sum
+        return Point(self._step, self.samples, seconds, 0.0, *totals, *self._event_delays), self._loss_sum
 
 
 def _totals(stats: Stats) -> list[int]:

@@ -103,7 +103,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             try:
                 training.train()
             except NonFiniteError as error:
-                error.args = (training.told_of(error),)
+                error.args = (training.described(error),)
                 raise
             folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
             ranks = processes.gather(RankSummary(folder, tiers, begun, end))
@@ -260,7 +260,7 @@ class _Training:
                 self._end_commit(is_said=False)
         self.history.close()
 
-    def told_of(self, error: NonFiniteError) -> str:
+    def described(self, error: NonFiniteError) -> str:
         """It, with the run's step and, once the commit in flight has ended, the version to go on from."""
         self._end_commit(is_said=False)
         step, version = self.position.step + bool(error.found), self.run.store.version
@@ -369,7 +369,9 @@ class _Training:
         rows, auc, loss, figures = self.evaluate()
         by, best = section.best_by, figures[section.best_by]
         if math.isnan(best):
-            raise DataError(f"test labels are all alike, so there is no {TITLES[by]}: test others, or go by log_loss")
+            raise DataError(
+                f"test rows have no {TITLES[by]}: labels are alike, or groups missing; test others, or go by log_loss"
+            )
         self._tested_at = time.monotonic()
         self.run.model.train()
         self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")

@@ -32,12 +32,7 @@ class Models:
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        dropped: Dropped | None = None,
-        program: Program | None = None,
-        dense: Dense = "float32",
+        self, store: Store, *, dropped: Dropped | None = None, program: Program | None = None, dense: Dense = "float32"
     ) -> None:
         self._store = store
         self._dropped = dropped

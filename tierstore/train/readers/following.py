@@ -56,18 +56,18 @@ class FollowingReader(Reader):
             raise ValueError("order='time' goes by event times: name their column (data.time_column)")
         self._by_time, self._skips, self._settle_seconds = order == "time", late == "skip", settle_seconds
         self._quoting, self._until, self._checks_files = quoting, until, checks_files
-        self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": []})
+        self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": [], "is_cut": False})
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on at a position, as it is or as JSON gives it back."""
-        self._position = position
+        self._position, self._is_cut = position, position["is_cut"]  # whether more were read than the recent ones
         self._recent: list[_Key] = [(seconds, name) for seconds, name in position["recent"]]
         self._read, self._keys = {name for _, name in self._recent}, dict[str, _Key]()
         self._list()
-        self._earlier = set(self._unread if self._recent else ())  # before the recent ones: an earlier process read it
+        self._earlier = set(self._unread if self._is_cut else ())  # before the recent ones: an earlier process read it
 
     def place(self, row: int) -> str:
-        return f"{self.path / self._position['file']} or the file before it, at row {row:,} of all"
+        return f"{self.path / self._position['file']} (to row {self._position['row']:,}) or before: row {row:,} of all"
 
     def batches(self, hasher: FeatureHasher, **options: Any) -> Iterator[Batch]:
         """As of any reader; ``start_row`` is the number of the next row, wherever it lies."""
@@ -83,7 +83,7 @@ class FollowingReader(Reader):
                 continue
             path, rest = self.path / name, chunk_rows - count if count else 0
             reader, (size, _) = self._open(path), _size_and_time(path)
-            here = {"file": name, "size_bytes": size, "recent": [list(key) for key in self._recent]}
+            here = {"file": name, "size_bytes": size, "recent": [*map(list, self._recent)], "is_cut": self._is_cut}
             to_fill = reader.read_chunks(row, row + rest, rest) if rest else iter(())
             for part in chain(to_fill, reader.read_chunks(row + rest, None, chunk_rows)):
                 held.append(part)
@@ -126,9 +126,12 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        names = {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)}
+        self._sure, names = (  # what came before one of the first listing is in the second
+            {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
+        )
         self._read &= names
-        self._unread = sorted(name for name in names - self._read if not _TEMPORARY.search(name))
+        last = max(names if self._by_time else self._sure, default="")
+        self._unread = sorted(name for name in names - self._read if name <= last and not _TEMPORARY.search(name))
         self._list_at = time.monotonic() + max(_POLL_SECONDS, _LIST_SHARE * (time.monotonic() - begun))
 
     def _next(self) -> str | None:
@@ -136,6 +139,7 @@ class FollowingReader(Reader):
         for key in self._whole():
             self._mark(name := key[1])
             if not self._recent or key > self._recent[-1]:
+                self._is_cut |= len(self._recent) == _REMEMBERED
                 self._recent = [*self._recent, key][-_REMEMBERED:]
                 return name
             if key > self._recent[0] or name not in self._earlier:
@@ -156,7 +160,10 @@ class FollowingReader(Reader):
                     raise DataError(f"{self.path / name}, row 0: no event time, by which files are ordered")
                 else:
                     self._keys[name] = seconds, name
-        return iter(sorted(self._keys[name] for name in unread if name in self._keys))
+        found = sorted(self._keys[name] for name in unread if name in self._keys)
+        while found and found[-1][1] not in self._sure:
+            found.pop()
+        return iter(found)
 
     def _is_whole(self, name: str) -> bool:
         path = self.path / name
@@ -178,7 +185,7 @@ class FollowingReader(Reader):
 
     def _refuse(self, name: str, why: str) -> None:
         if not self._skips:
-            raise DataError(f'{self.path / name} {why}: take it away, or pass over such with data.late_files = "skip"')
+            raise DataError(f'{self.path / name} {why}: take it away, or pass over such: late="skip" (data.late_files)')
         _LOG.warning("%s %s: it is left out", self.path / name, why)
 
     def _open(self, path: Path) -> Reader:
@@ -187,11 +194,10 @@ class FollowingReader(Reader):
         return (ParquetReader if is_data(path.name, ParquetReader.endings) else NpyReader)(path, schema=self.schema)
 
     def _no_rows(self) -> RawRows:
-        width, dense, sparse = len(self.schema.labels), len(self.schema.dense), len(self.schema.sparse)
+        width, dense, sparse = len(self.schema.labels), len(self.schema.dense), len(self.schema.categorical)
         categories = Categories.of_columns([np.empty(0, np.int64)] * sparse, [1] * sparse, 0)
-        return RawRows(
-            np.empty((0, width)[: 1 + (width > 1)], np.float32), np.empty((0, dense), np.float32), categories
-        )
+        labels = np.empty((0, width)[: 1 + (width > 1)], np.float32)
+        return RawRows(labels, np.empty((0, dense), np.float32), categories)
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:
