@@ -85,7 +85,7 @@ class Cursor(NamedTuple):
 
     def save(self, folder: Path) -> "Cursor":
         displaced = {place: ids.tobytes().hex() for place, ids in self.displaced.items()}
-        text = json.dumps([self.born, self.acked, self.told, sorted(self.tables), displaced])
+        text = json.dumps([self.born, self.acked, self.told, self.places, displaced])
         files.write_text(folder / "cursor.json", f"{zlib.crc32(text.encode()):08x}\n{text}", force=True)
         return self
 
@@ -265,15 +265,14 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
             self._reader.refresh()
             version, tables = self._reader.shown.version, list(self._reader.tables.values())
             cursor = self._new if self._cursor.needs_full(self._reader.commit_id) else self._cursor
+            dynamic = [table for table in tables if table.ids is not None]
+            now = Cursor(
+                self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
+                frozenset((table.index, table.name) for table in tables), {table.index: _NONE for table in dynamic},
+            )  # fmt: skip
+            if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
+                return None
             new, every = (self._leases.enter_context(self._cold.changes(each)) for each in (cursor.version, 0))
-        dynamic = [table for table in tables if table.ids is not None]
-        now = Cursor(
-            self._new.born, Ancestor(version.number, version.lineage.commit_id), None,
-            frozenset((table.index, table.name) for table in tables), {table.index: _NONE for table in dynamic},
-        )  # fmt: skip
-        if not version.number or (cursor.told, cursor.acked, cursor.tables) == (None, now.acked, now.tables):
-            self._leases.close()
-            return None
         try:
             gone = self._tell(cursor, now, dynamic, new)
         except _ToldIdsError as error:
