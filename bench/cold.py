@@ -83,7 +83,7 @@ def _round(contenders: list[_Contender], rows: int, generator: np.random.Generat
         ids, resident = generator.integers(0, rows, own.batch_rows), 0.0
         for path in own.paths:
             page_cache.drop(path)
-            resident = max(resident, page_cache.resident_share(path))
+            resident = max(resident, device.resident_share(path))
         before, begun, processor = device.bytes_read_of_process(), time.perf_counter(), time.process_time()
         own.read(ids)
         seconds = time.perf_counter() - begun, time.process_time() - processor

@@ -1,11 +1,15 @@
 """What the device itself gives, by fio: the limit beside which reads and writes are told; and what a process took."""
 
+import ctypes
 import json
+import mmap
 import shutil
 import statistics
 import subprocess
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from tierstore.system import page_cache
 
 from .child import fields_of
 
@@ -14,6 +18,20 @@ DEPTH: Final = 64
 _PAGE_BYTES: Final = 4096
 _WRITTEN_BYTES: Final = 2**27
 _TURNS: Final = 5
+
+
+def resident_share(path: Path) -> float:
+    """The share of the file's pages that are in the page cache, from 0 to 1."""
+    size_bytes = path.stat().st_size
+    libc, flags = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
+    with path.open("rb") as file:
+        address = page_cache.map_shared(file.fileno(), size_bytes, mmap.PROT_READ)
+    try:
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), flags):
+            raise OSError(ctypes.get_errno(), "mincore")
+    finally:
+        page_cache.unmap(address, size_bytes)
+    return sum(flag & 1 for flag in flags.raw) / len(flags)
 
 
 def is_there() -> bool:

@@ -437,8 +437,8 @@ def _tell_whole(found: Figures) -> Report:
 
 
 def _measure_metrics(request: Run, _: Figures) -> Figures:
-    config, runs, n = request.config["metrics"], Figures(), 100_000
-    data = DataSection(path=str(write_synthetic(request.folder / "m.tsv", train_rows=config["rows"], test_rows=1).path))
+    config, runs, n, file = request.config["metrics"], Figures(), 100_000, str(request.folder / "m.tsv")
+    write_synthetic(file, train_rows=config["rows"], test_rows=1)
     rows = torch.rand(n).round(), torch.randn(n), torch.ones(n), torch.arange(n) % (n // 5)
 
     def window(batch: int) -> None:
@@ -452,7 +452,7 @@ def _measure_metrics(request: Run, _: Figures) -> Figures:
         with fresh_folder(request.folder / "metrics_store") as path:
             steps, store = TrainSection(batch_size=batch), StoreSection(path=str(path), ddr="1GiB")
             begun, name = time.process_time(), f"all five, batch {batch:,}"
-            train(RunConfig(data=data, store=store, train=steps))
+            train(RunConfig(data=DataSection(path=file), store=store, train=steps))
         runs[name], actions[name] = 1e6 * (time.process_time() - begun) / config["rows"], partial(window, batch)
     seconds = measure(actions, repetitions=11, warm_up=1, clock=time.process_time)
     return {"runs": runs, "us_a_row": {name: spread([1e6 * own / n for own in each]) for name, each in seconds.items()}}

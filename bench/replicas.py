@@ -186,7 +186,8 @@ def _tell_urgent(figures: dict[str, Any]) -> Report:
 def _clicks(folder: Path, rows: int, test_rows: int) -> dict[str, Path]:
     """Files of clicks that can be learned, by what they are for; those for harm have each label turned round."""
     folder.mkdir(parents=True)
-    lines = write_synthetic(folder / "all", train_rows=2 * rows, test_rows=test_rows).path.read_text().splitlines()
+    write_synthetic(folder / "all", train_rows=2 * rows, test_rows=test_rows)
+    lines = (folder / "all").read_text().splitlines()
     first, second = lines[:rows], lines[rows : 2 * rows]
     turned = [f"{1 - int(line[0])}{line[1:]}" for line in second]
     parts = {"first": first, "good": second, "harmful": turned, "watched": lines[2 * rows :]}

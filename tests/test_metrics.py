@@ -143,3 +143,5 @@ def test_far_out_and_undefined() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             evaluate(*columns)
+    with pytest.raises(ValueError, match="no column says which rows are at=seven, at=US: give int64"):
+        evaluate(labels, np.zeros(2), measures=MEASURES)

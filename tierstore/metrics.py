@@ -13,7 +13,7 @@ Rows count by their weights, pairs by the product of two, groups once. NaN: not 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -146,7 +146,7 @@ class Predictions:
         self._batches = [[None if each is None else torch.from_numpy(each) for each in own] for own in state]
 
     def evaluate(self, measures: Measures = Measures()) -> Evaluation:
-        """ValueError: there are no rows, a label is not 0 or 1, lengths differ, or a logit is NaN."""
+        """ValueError: there are no rows, a label is not 0 or 1, lengths differ, segments lack, or a logit is NaN."""
         sums, ranks = self.measured(measures)
         if np.isnan(sums).any():
             raise ValueError("scores hold NaN; the model has diverged")
@@ -165,30 +165,35 @@ class Predictions:
             raise ValueError(f"weights, groups and segments must be as many as the {len(labels):,} rows")
         if labels.shape != logits.shape or not np.isin(labels, (0, 1)).all():
             raise ValueError(f"labels {list(labels.shape)} must be 0 or 1, and as many as logits {list(logits.shape)}")
-        weight = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
-        known, parts = np.array([*measures.segments], np.int64), [np.ones(len(labels), np.bool_)]
-        if len(known):
-            parts += [*(segments == known[:, None]), ~np.isin(segments, known)]
+        weights = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+        groups = np.full(len(labels), -1) if groups is None else groups
+        known = np.array([*measures.segments], np.int64)
+        if len(known) and segments is None:
+            raise ValueError(f"no column says which rows are {', '.join(measures.segments.values())}: give int64 [n]")
+
+        def parts() -> Iterator[Bools]:  # one at a time: they may be a hundred
+            yield np.ones(len(labels), np.bool_)
+            yield from (segments == each for each in known)
+            if len(known):
+                yield ~np.isin(segments, known)
+
         pairs = zip(np.atleast_2d(labels.T != 0), np.atleast_2d(logits.T), strict=True)
-        found = [_of_label(*pair, weight, groups, parts, measures.names) for pair in pairs]
+        found = [_of_label(*pair, weights, groups, parts(), measures.names) for pair in pairs]
         return np.stack([sums for sums, _ in found]), np.stack([ranks for _, ranks in found])
 
 
 def _of_label(label: Any, logit: Any, weight: Any, group: Any, parts: Any, names: Any) -> tuple[Float64s, Float64s]:
-    sums = np.stack([_sums(label[at], logit[at], weight[at]) for at in parts])
-    ranks = np.zeros((len(parts) + 1, 2))
     order = np.argsort(logit) if {"auc", "gauc"} & {*names} else np.empty(0, np.int64)
-    if "auc" in names:
-        rows = (order[at[order]] for at in parts)
-        ranks[:-1] = [_pairs(label[at], logit[at], weight[at]).sum(axis=0)[:2] for at in rows]
-    if "gauc" in names and group is not None:
-        at = order[group[order] != -1]
-        pairs = _pairs(label[at], logit[at], weight[at], group[at])
-        right, every, _ = pairs[pairs[:, 1:].all(axis=1)].T
-        ranks[-1] = (right / every).sum(), len(every)
-    if math.isnan(sums[0, 0]):
-        ranks[:, 0] = math.nan
-    return sums, ranks
+    sums, ranks = list[Float64s](), list[Any]()
+    for at in parts:
+        rows = order[at[order]] if "auc" in names else order[:0]
+        sums.append(_sums(label[at], logit[at], weight[at]))
+        ranks.append(_pairs(label[rows], logit[rows], weight[rows]).sum(axis=0)[:2])
+    rows = order[group[order] != -1] if "gauc" in names else order[:0]
+    pairs = _pairs(label[rows], logit[rows], weight[rows], group[rows])
+    right, every, _ = pairs[pairs[:, 1:].all(axis=1)].T
+    ranks.append([(right / every).sum(), len(every)])
+    return np.stack(sums), np.stack(ranks) * (math.nan if math.isnan(sums[0][0]) else 1)
 
 
 def evaluate(labels: Any, logits: Any, *of_rows: Any, measures: Measures = Measures()) -> Evaluation:

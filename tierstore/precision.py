@@ -24,11 +24,11 @@ from . import report
 from .errors import DamagedError, TableError
 from .layout import DtypeName
 from .metrics import evaluate
+from .models.dlrm import logits_of
 from .nn.collection import TieredEmbeddingBagCollection
 from .offline.quantization import quantize
 from .pool.converting import layout_as
 from .serve.models.dense import LOW, WEIGHTS_MIN, in_float32, low_layers, lowered
-from .serve.models.ranking import logits_of
 from .store import Store, open_store
 from .store.directory import require_outside
 from .store.manifest import MANIFEST_NAME

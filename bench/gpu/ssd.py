@@ -17,6 +17,7 @@ import tierstore
 from tierstore.io.files import ROW_FILE_NAME
 from tierstore.plan.measure import READ_BYTES, direct_reader, page_cache
 
+from .. import device
 from ..common import Report, Table, fresh_folder
 from ..workload import make_store
 from .rig import Rig
@@ -55,7 +56,7 @@ def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str,
     """A step's seconds and bytes, the row file out of the page cache at first but for a share that stayed."""
     trainer.store.commit()
     page_cache.drop(path)
-    stayed, before = page_cache.resident_share(path), trainer.store.stats().ssd
+    stayed, before = device.resident_share(path), trainer.store.stats().ssd
     seconds = trainer.take_steps(batches)
     after = trainer.store.stats().ssd
     return {

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tierstore.plan.measure import page_cache
-
 from .. import device
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table, median_of
@@ -153,7 +151,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         **found,
         "by_turns": at_one_load,
         "ddr_bytes": rig.ddr_bytes,
-        "page_cache_share": page_cache.resident_share(rig.rows_file),
+        "page_cache_share": device.resident_share(rig.rows_file),
         "device_reads_per_s": reads_per_s,
         **{name: rig.config[name] for name in ("p99_ms", "p95_ms")},
     }

@@ -160,7 +160,8 @@ def test_other_ways_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path, cha
     run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
     resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
     assert [(each.bits, each.test) for each in resumed] == [(whole[0].bits, whole[0].test)] * 2
-    assert [each.windows for each in resumed] == [each.windows for each in whole], "the window of before went on"
+    windows = [[{**own, "first": 0} for own in each.windows] for each in (*resumed, *whole)]  # that is of a process
+    assert windows == windows[:1] * 4, "the window of before went on"
     assert bool(whole[0].windows) == (changes is CLASS)
     for refused in ({"train__keep_best": True, "train__test_each_epoch": True}, {"train__commit_seconds": 1.0}):
         with pytest.raises(AssertionError, match=r"train\.keep_best, .* for one process; over ranks .* store\.keep"):

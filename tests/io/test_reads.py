@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from bench.device import resident_share
 from tests.conformance.cold_tier import (
     NARROW,
     TABLES,
@@ -149,14 +150,14 @@ def test_bits_are_what_was_written(tier: LmdbColdTier, table: int) -> None:
 
 def test_a_file_that_memory_has_room_for_stays_there(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read_cold(tier) > 10
-    share = page_cache.resident_share(tier.path)
+    share = resident_share(tier.path)
     monkeypatch.undo()
     assert 1 << 20 < reads.free_memory_bytes() < psutil.virtual_memory().total
     tier.reader.asked_at = 0.0
     _rings(tier).idle.clear()
     assert _read_cold(tier) == 0
     assert len(_rings(tier).idle) == 1, "the pages came through the map"
-    assert page_cache.resident_share(tier.path) > share
+    assert resident_share(tier.path) > share
 
 
 def test_what_the_system_refuses_comes_through_the_map(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:

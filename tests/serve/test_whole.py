@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import logging
 import math
 import os
@@ -371,6 +372,13 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     found = asyncio.run(watch.measure())
     assert (found, found.commit_id, found.rows, found.holds) == (watch.last, "b", 3, False)
     assert math.isnan(found.log_loss)
+    holds, commits = [], itertools.repeat("c")
+    watch = Watch(score, rows, bound=0.1, store="store", commit_id=lambda: next(commits))
+    for chance in (math.nan, 0.2, math.nan, 0.2, 0.9):
+        rows[1] = rows[1]._replace(inputs={"dense": tensor("FP32", [[chance]])})
+        asked = itertools.count()
+        holds.append(asyncio.run(watch.measure()).holds)
+    assert holds == [False, True, False, True, False], "the first that is a number is the bound's"
 
 
 def test_another_commit_of_the_same_number_is_measured() -> None:

@@ -27,7 +27,8 @@ SMALL: dict[str, object] = {
 
 @functools.cache
 def clicks(folder: Path) -> Path:
-    return write_synthetic(folder / "clicks.tsv", train_rows=TRAIN_ROWS, test_rows=TEST_ROWS).path
+    write_synthetic(path := folder / "clicks.tsv", train_rows=TRAIN_ROWS, test_rows=TEST_ROWS)
+    return path
 
 
 def config_of(folder: Path, store: str, **changes: object) -> RunConfig:

@@ -77,6 +77,20 @@ def test_every_point_holds_the_totals_of_its_step_and_neighbours_merge_when_ther
     assert all(a.seconds <= b.seconds for a, b in pairwise(points))
 
 
+@pytest.mark.parametrize("count", [1, 199, 200, 201, 202, 399, 400, 401, 402, 403, 1003])
+def test_windows_are_thinned_evenly_and_the_last_stays(count):
+    history = History(lambda: Stats(TierStats(), TierStats(), TierStats()), step=7)
+    for number in range(1, count + 1):
+        for _ in range(2):
+            history.step(1, torch.zeros(()))
+        history.window({"window_ne": number})
+    numbers = [each["window_ne"] for each in history.windows]
+    width = numbers[0] if count > 1 else 1
+    assert numbers == [*range(width, count, width), count]
+    assert min(count, RANGES_MAX // 2) <= len(numbers) <= RANGES_MAX
+    assert [(each["first"], each["step"]) for each in history.windows] == [(6 + 2 * n, 7 + 2 * n) for n in numbers]
+
+
 def test_of_ranks_the_tiers_add_up_and_the_steps_are_the_same():
     one, two = ([Point(4, 9, seconds, 2.5, 1, 2, 3, 4, 5, 6)] for seconds in (0.5, 0.75))
     assert together([one, two]) == (Point(4, 9, 0.5, 2.5, 2, 4, 6, 8, 10, 12),)
@@ -189,10 +203,10 @@ def test_both_runs_are_in_the_table_and_in_every_plot():
     assert "hit rate of the HBM tier" not in table
     assert "Hit rate of the HBM tier" in Parsed(run_page("HBM", {"one": made_run(hbm=4)})).headings
     assert table["test AUC of a/b=c"] == ["0.500000"] * 2
-    ends = ({"step": 10, "window_ne": 0.9, "window_calibration": 1.25}, {"step": 40, "window_ne": math.nan})
+    ends = ({"first": 6, "step": 10, "window_ne": 0.9, "window_calibration": 1.25}, {"step": 40, "window_ne": math.nan})
     measured = Parsed(run_page("windows", {"one": made_run(windows=ends)}))
     assert measured.headings[-3:-1] == ["NE of each window", "Calibration of each window"]
-    assert measured.strips[-2:] == [["steps 1 - 10", "one: 0.9 NE"], ["steps 1 - 10", "one: 1.25 mean p over mean y"]]
+    assert measured.strips[-2:] == [["steps 6 - 10", "one: 0.9 NE"], ["steps 6 - 10", "one: 1.25 mean p over mean y"]]
     names = [heading.partition(":")[0] for heading in page.headings]
     plots = ["Loss, mean of the steps", "Hit rate of the DDR tier", "Read from SSD", "Written to SSD"]
     assert names == ["Answer", *plots, "Figures"]

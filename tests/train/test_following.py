@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -74,8 +75,17 @@ def test_a_run_that_follows_ends_in_the_bits_of_one_over_all_rows(tmp_path, fold
     found = train(config_of(folder, tmp_path / "followed", train__prefetch_depth=depth), bits=True)
     writer.join()
     assert (found.bits, found.rows, found.step) == (expected.bits, begins[-1], expected.step)
-    with tierstore.open(found.store, mode="r") as store:
+    with tierstore.open(found.store) as store:
         assert store.stats().event_time == store.stats().to_dict()["event_time"] == BEGIN + begins[-1] - 1
+        extra = store.extra
+        assert "event_time" not in extra["tierstore.train"]["position"], "it is there once"
+        extra["tierstore.train"]["position"]["event_time"] = BEGIN  # as runs of before have it
+        store.commit(extra=extra, tensors=store.tensors())
+    assert train(config_of(folder, tmp_path / "followed"), resume=True).rows == 0
+    put(folder, "9.parquet", rows_of(0, 16))  # of earlier times
+    assert train(config_of(folder, tmp_path / "followed"), resume=True).rows == 16
+    with tierstore.open(found.store, mode="r") as store:
+        assert store.stats().event_time == BEGIN + begins[-1] - 1
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
@@ -137,6 +147,44 @@ def test_files_that_are_not_whole_are_waited_for_then_refused(folder, caplog):
     assert taken(slow) == [*range(30)]
     time.sleep(0.5)
     assert taken(slow) == [*range(30, 40)]
+
+
+def test_by_time_all_that_comes_later_waits_for_a_file_that_is_not_whole(folder):
+    cut = put(folder, "z.parquet", rows_of(0, 10)).read_bytes()[:-4]
+    (folder / "z.parquet").write_bytes(cut)
+    put(folder, "a.parquet", rows_of(10, 10))
+    reader = reader_of(folder, order="time", settle_seconds=0.3)
+    assert taken(reader) == []
+    put(folder, "b.parquet", rows_of(20, 10))
+    assert taken(reader) == []
+    put(folder, "z.parquet", rows_of(0, 10))
+    put(folder, "c.csv", rows_of(30, 10))
+    assert taken(reader) == [*range(30)]
+    (folder / "d.parquet").write_bytes(cut)
+    time.sleep(0.3)
+    assert taken(reader) == [*range(30, 40)], "it came before"
+
+
+@pytest.mark.parametrize("missed", [["02"], ["0", "02"]])
+@pytest.mark.parametrize("order", ["name", "time"])
+def test_a_file_that_a_listing_misses_as_others_are_renamed_in_is_not_late(folder, monkeypatch, order, missed):
+    """A listing is no snapshot: of two files that come, it may have the later one alone."""
+    for number in range(3):
+        put(folder, f"{number}.parquet", rows_of(10 * number, 10))
+    listings = iter([[f"{number}.parquet" for number in numbers] for numbers in ["0", "0", *missed]])
+    monkeypatch.setattr(following, "names_below", lambda _, real=following.names_below: next(listings, real(folder)))
+    assert taken(reader_of(folder, order=order)) == [*range(30)]
+
+
+def test_a_file_that_others_wait_for_a_minute_is_named_once(folder, monkeypatch, caplog):
+    monkeypatch.setattr(following, "_STALL_SECONDS", 0.02)
+    path = put(folder, "1.csv", rows_of(0, 10))
+    os.utime(path, (1, time.time() + 3600))
+    reader = reader_of(folder)
+    for _ in range(3):
+        assert taken(reader) == []
+    (message,) = caplog.messages
+    assert re.fullmatch(rf"{path}, changed -3[56]\d\d s ago by its time, is not whole: others wait", message)
 
 
 @pytest.mark.parametrize("order", ["name", "time"])

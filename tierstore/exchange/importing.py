@@ -189,7 +189,8 @@ def _notes(match: Match, table: Table, is_new: bool) -> tuple[str, ...]:
         notes.append(f"rows from {match.num_rows:,} on are not in the file: they stay as they are")
     if match.unused:
         what = f"the table's optimizer is {type(config.optimizer).__name__}"
-        notes.append(f"{', '.join(match.unused)} not taken, as {what}: {_other_optimizer(match.unused)}")
+        names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in match.unused else "Adam()"
+        notes.append(f"{', '.join(match.unused)} not taken, as {what}: import into a new table with optimizer={names}")
     if config.optimizer.kind == "adam" and match.states and match.step is None:
         then = "bias correction starts from 0" if is_new else f"the count of updates stays {table.state.step}"
         notes.append(f"no step: {then}; give {excerpt(state_key(match.weights.key, 'step'))[1:-1]}")
@@ -197,11 +198,6 @@ def _notes(match: Match, table: Table, is_new: bool) -> tuple[str, ...]:
         then = "it starts at its initial value" if is_new else "the table keeps its own"
         notes.append(f"no optimizer state in the file: {then}")
     return tuple(notes)
-
-
-def _other_optimizer(unused: Sequence[str]) -> str:
-    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in unused else "Adam()"
-    return f"import into a new table with optimizer={names}"
 
 
 def match_tables(

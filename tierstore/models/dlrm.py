@@ -235,3 +235,10 @@ class Towers(nn.Module):
         columns = torch.split(pooled, self._dims, dim=1)
         parts = (torch.cat([columns[place] for place in places], dim=1) for places in self._features)
         return torch.cat([module(part) for module, part in zip(self.towers, parts, strict=True)], dim=1)
+
+
+def logits_of(model: DLRM, dense_BC: Tensor, pooled_BE: Tensor) -> Tensor:
+    """As ``DLRM.dense_part`` from pooled rows, which towers compress first if it has them."""
+    if isinstance(model.embeddings, Towers):
+        pooled_BE = model.embeddings.compressed(pooled_BE)
+    return model.dense_part(dense_BC, pooled_BE)

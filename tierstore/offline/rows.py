@@ -15,6 +15,7 @@ from ..store import Store, Table, open_store
 
 _CHUNK: Final = 65_536  # rows that are read at a time
 _SHOWN: Final = 10  # ids that are listed
+_NOT_COUNTED: Final = "not counted: only dynamic ids with LFU eviction count; record uses with tierstore train --record"
 
 
 def _open(name: str) -> Store:
@@ -36,21 +37,21 @@ def _largest(ids: Int64s, sizes: Any) -> list[tuple[int, Any]]:
 
 
 def rows_of(name: str) -> dict[str, Any]:
-    """Of each table, by name: counts of its rows, norms of those that are finite, and ids: of dynamic ones with LFU
-    eviction those used most, as often as it counts."""
+    """Of each table, by name: counts of its rows, norms of those that are finite, and ids: those used most, and how
+    often, where the store counts that; else a text that says how to."""
     with _open(name) as store:
         return {name: _of_rows(table) for name, table in store.tables.items()}
 
 
 def _of_rows(table: Table) -> dict[str, Any]:
-    ids, count, used = _written(table), table.config.num_embeddings, list[tuple[int, Any]]()
+    ids, count = _written(table), table.config.num_embeddings
     parts = torch.split(torch.from_numpy(ids), _CHUNK)
     norms = torch.cat([torch.empty(0), *(table.read(part).double().norm(dim=1) for part in parts)]).numpy()
     bad, sound = ids[~np.isfinite(norms)], norms[np.isfinite(norms)]
-    if table.ids is not None and isinstance(getattr(table.config.ids, "eviction", None), LFU):
-        used = _largest(ids, table.ids.scores_of(ids))
     found: dict[str, Any] = {"rows": count, "never_trained": count - len(ids), "zero": int((norms == 0).sum())}
-    found |= {"not_finite": len(bad), "not_finite_ids": bad[:_SHOWN].tolist(), "most_used": used}
+    found |= {"not_finite": len(bad), "not_finite_ids": bad[:_SHOWN].tolist(), "most_used": _NOT_COUNTED}
+    if table.ids is not None and isinstance(getattr(table.config.ids, "eviction", None), LFU):
+        found["most_used"] = _largest(ids, table.ids.scores_of(ids))
     quantiles = np.quantile(sound, (0, 0.5, 0.9, 0.99, 1)).tolist() if len(sound) else []
     return found | {"norms": dict(zip(("min", "p50", "p90", "p99", "max"), quantiles, strict=False))}
 

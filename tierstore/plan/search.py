@@ -170,11 +170,6 @@ class _Finder(NamedTuple):
                     workers=count,
                 )
 
-    def _of_hosts(self, setup: Setup, count: int) -> Setup:
-        """On so many, whose processes take their memory from the rows."""
-        found = replace(setup, hosts=count)
-        return replace(found, ddr_bytes=max(0.0, found.ddr_bytes - processes_bytes(found, self.demand)))
-
     def nearest(self, grid: Sequence[Setup]) -> Attempt:
         """The cheapest that meets the target; or what is nearest to it. Setups whose fewest hosts are dearer than one
         that meets it are left out."""
@@ -200,7 +195,9 @@ class _Finder(NamedTuple):
         counts = counts[: max(1, bisect_right(counts, most_usd, key=lambda count: count * self._usd(setup)))]
 
         def is_enough(count: int) -> bool:
-            tried.append(self._try(self._of_hosts(setup, count)))
+            found = replace(setup, hosts=count)  # whose processes take their memory from the rows
+            ddr_bytes = max(0.0, found.ddr_bytes - processes_bytes(found, self.demand))
+            tried.append(self._try(replace(found, ddr_bytes=ddr_bytes)))
             return not (tried[-1].reason and tried[-1].is_rate)
 
         if is_training:

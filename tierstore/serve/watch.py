@@ -71,15 +71,15 @@ def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: in
 
 
 class Watch:
-    """Measures what ``score`` serves, against a bound of ``1 + bound`` times the first log loss. ``store``: its name
-    for the log. ``commit_id``: gives the identity of what is served."""
+    """Measures what ``score`` serves, against a bound of ``1 + bound`` times the first log loss that is a number.
+    ``store``: its name for the log. ``commit_id``: gives the identity of what is served."""
 
     def __init__(
         self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str,
         commit_id: Callable[[], str] = str,
     ) -> None:  # fmt: skip
         self._score, self._rows, self._bound, self._store, self._commit_id = score, rows, bound, store, commit_id
-        self._first: WatchReading | None = None
+        self._first: tuple[int, float] | None = None  # version and log loss
         self.last: WatchReading | None = None
 
     async def measure(self) -> WatchReading:
@@ -98,12 +98,14 @@ class Watch:
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
         measures, rows = Measures(names=get_args(MetricName)), sum(len(each.labels) for each in self._rows)
         figures = measures.named(*found.measured(measures))
-        first, loss = self._first.log_loss if self._first else figures["log_loss"], figures["log_loss"]
-        above = 100 * (loss / first - 1)
-        reading = WatchReading(versions[0], rows=rows, holds=above <= 100 * self._bound, commit_id=commit_id, **figures)
-        self.last, self._first = reading, self._first or reading
-        level, then = (logging.INFO, "") if reading.holds else (logging.WARNING, ", above the bound")
-        others = "" if version == reading.version else f" (to {version} in the end)"
+        number, loss = versions[0], figures["log_loss"]
+        if math.isfinite(loss):
+            self._first = self._first or (number, loss)
+        first, before = self._first or (number, loss)
+        above = 100 * (loss / before - 1)
+        self.last = WatchReading(number, rows=rows, holds=above <= 100 * self._bound, commit_id=commit_id, **figures)
+        level, then = (logging.INFO, "") if self.last.holds else (logging.WARNING, ", above the bound")
+        others = "" if version == number else f" (to {version} in the end)"
         message = "%s: version %d%s has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
-        _LOG.log(level, message, self._store, reading.version, others, loss, rows, above, self._first.version, then)
-        return reading
+        _LOG.log(level, message, self._store, number, others, loss, rows, above, first, then)
+        return self.last

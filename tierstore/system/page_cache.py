@@ -15,7 +15,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FIXED: Final = 0x10
 
 
@@ -67,17 +66,3 @@ def warm(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 24):
             pass
-
-
-def resident_share(path: Path) -> float:
-    """The share of the file's pages that are in the page cache, from 0 to 1."""
-    size_bytes = path.stat().st_size
-    flags = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
-    with path.open("rb") as file:
-        address = map_shared(file.fileno(), size_bytes, mmap.PROT_READ)
-    try:
-        if _libc.mincore(address, size_bytes, flags):
-            raise _refusal("mincore")
-    finally:
-        unmap(address, size_bytes)
-    return sum(flag & 1 for flag in flags.raw) / len(flags)

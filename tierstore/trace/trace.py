@@ -12,11 +12,10 @@ all tables have the same. ``batch_samples``, one int64, is how many samples a ba
   batches: those without a sampled row are not listed. A sample's own counts depend on which popular rows are in it.
 """
 
-import contextlib
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -76,11 +75,15 @@ class Trace:
                 f"table {excerpt(fewest)} has {counts[fewest]} samples, table {excerpt(most)} has {counts[most]}; "
                 "all have the same, a sample that looks up nothing being an empty one"
             )
-        if self.batch_starts is not None:
-            _check_starts(self.batch_starts, self.num_entries)
-        self._check_counts()
-
-    def _check_counts(self) -> None:
+        if (starts := self.batch_starts) is not None:
+            _require_ints(BATCH_STARTS, starts)
+            if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+                raise ValueError(f"{BATCH_STARTS} must ascend from 0 to the number of samples")
+            if self.num_entries not in (starts[-1], len(starts) - 1):
+                raise ValueError(
+                    f"{BATCH_STARTS} are of {starts[-1]} samples in {len(starts) - 1} batches; there are "
+                    f"{self.num_entries} entries, neither one a sample nor one a batch"
+                )
         if self.all_lookups is not None:
             if len(self.all_lookups) != len(self.tables):
                 raise ValueError(f"{ALL_LOOKUPS} are of {len(self.all_lookups)} tables; there are {len(self.tables)}")
@@ -133,28 +136,13 @@ def _require_ints(what: str, array: NDArray[Any]) -> None:
         raise ValueError(f"{what} are {array.dtype}, {array.ndim}-d; int64, 1-d wanted")
 
 
-def _check_starts(starts: Int64s, entries: int) -> None:
-    _require_ints(BATCH_STARTS, starts)
-    if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
-        raise ValueError(f"{BATCH_STARTS} must ascend from 0 to the number of samples")
-    if entries not in (starts[-1], len(starts) - 1):
-        raise ValueError(
-            f"{BATCH_STARTS} are of {starts[-1]} samples in {len(starts) - 1} batches; there are {entries} entries, "
-            "neither one a sample nor one a batch"
-        )
-
-
 def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write the file, whole or not at all. FileExistsError: there is one, and ``force`` is not given. DiskFullError."""
     arrays: dict[str, NDArray[Any]] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
     if trace.sampling_rate < 1:
         arrays[SAMPLING_RATE] = np.array(trace.sampling_rate)
-    if trace.batch_starts is not None:
-        arrays[BATCH_STARTS] = trace.batch_starts
-    if trace.all_lookups is not None:
-        arrays[ALL_LOOKUPS] = np.array(trace.all_lookups, np.int64)
-    if trace.all_batches is not None:
-        arrays[ALL_BATCHES] = np.array(trace.all_batches, np.int64)
+    given = {BATCH_STARTS: trace.batch_starts, ALL_LOOKUPS: trace.all_lookups, ALL_BATCHES: trace.all_batches}
+    arrays |= {name: np.array(value, np.int64) for name, value in given.items() if value is not None}
     for name, table in trace.tables.items():
         arrays |= {name + _IDS: table.ids, name + _OFFSETS: table.offsets}
     with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
@@ -163,15 +151,19 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = Fal
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read the whole file into memory. ValueError: it is no trace; says why. FileNotFoundError."""
-    with _naming(path), open(path, "rb") as raw:
-        if not raw.read(len(_HEADS[0])).startswith(_HEADS):  # numpy would advise to load it unsafely
-            raise ValueError("it is not one of numpy's files")
-        raw.seek(0)
-        file = np.load(raw, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("a single array; a trace is a .npz file")
-        with file:
-            return _parse(file)
+    try:
+        with open(path, "rb") as raw:
+            if not raw.read(len(_HEADS[0])).startswith(_HEADS):  # numpy would advise to load it unsafely
+                raise ValueError("it is not one of numpy's files")
+            raw.seek(0)
+            file = np.load(raw, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("a single array; a trace is a .npz file")
+            with file:
+                return _parse(file)
+    except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        way = "tierstore trace record RUN.toml OUT.npz makes one"
+        raise ValueError(f"{os.fspath(path)} is no trace: {error}. {way}") from error
 
 
 def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
@@ -206,14 +198,3 @@ def _one(array: NDArray[Any], name: str, dtype: type) -> Any:
     if array.dtype != dtype or array.ndim:
         raise ValueError(f"{name} must be one {np.dtype(dtype).name}")
     return array
-
-
-@contextlib.contextmanager
-def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what numpy and zipfile say of a file that is no trace into a ValueError that names it."""
-    try:
-        yield
-    except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{os.fspath(path)} is no trace: {error}. tierstore trace record RUN.toml OUT.npz makes one"
-        ) from error

@@ -34,7 +34,8 @@ from .config import RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, DataError, FeatureHasher, FollowingReader, Reader, Schema, open_reader
 from .readers.arrow import ArrowReader
-from .readers.shuffled import ShuffledReader, random_order
+from .readers.base import ShuffledReader, random_order
+from .readers.categories import offsets_of
 
 
 class Run(NamedTuple):
@@ -46,9 +47,7 @@ class Run(NamedTuple):
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
-    clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
-    curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
-    label_weights: tuple[float, ...] = ()
+    config: RunConfig = RunConfig()
     measures: Measures = Measures()  # of test rows
     metrics: Metrics = Metrics(Measures(names=()))  # of training rows
 
@@ -192,9 +191,8 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
         options["average"] = lambda tensors: processes.average(tensors, torch.zeros(()), False)
     rule = rules.get(section.dense, optim.HessianFree)
     measures = _measures(config, "auc", "log_loss"), Metrics(_measures(config), window=config.metrics.window)
-    given = section.dense_clip_norm, section.curvature_share, config.data.label_weights, *measures
     optimizer: torch.optim.Optimizer = rule(dense_parameters(model).values(), **options)
-    return Run(store, model, embeddings, optimizer, processes, *given)
+    return Run(store, model, embeddings, optimizer, processes, config, *measures)
 
 
 def _build_class(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> nn.Module:
@@ -261,7 +259,7 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
         ids = DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
 
     def made(name: str, size: int) -> TableConfig:
-        own, rule = config.of_table(name)
+        own, rule = (of := config.of_table(name)).embedding, of.optimizer
         given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
         given["initial_accumulator_value"] = rule.sparse_initial_accumulator
         taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
@@ -285,13 +283,10 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
     names, batch_size = config.data.sparse_columns, config.train.batch_size
     ids, lengths = ({name: [np.empty(0, np.int64)] for name in names} for _ in range(2))
     for batch in reader_of_epoch(config, reader, 0).batches(hasher, batch_size=batch_size, stop_row=stop):
-        values, offsets = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()
-        for column, name in enumerate(names):
-            own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]
-            ids[name].append(values[own[0] : own[-1]])
-            lengths[name].append(np.diff(own))
-    offsets_of = {name: np.append(0, np.cumsum(np.concatenate(lengths[name]))) for name in names}
-    tables = {name: TableTrace(np.concatenate(ids[name]), offsets_of[name]) for name in names}
+        for name, own in batch.sparse.to_dict().items():
+            ids[name].append(own.values().numpy())
+            lengths[name].append(own.lengths().numpy())
+    tables = {name: TableTrace(np.concatenate(ids[name]), offsets_of(np.concatenate(lengths[name]))) for name in names}
     return Trace(tables=tables, batch_samples=batch_size)
 
 

@@ -13,7 +13,7 @@ from ..errors import NonFiniteError, ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
-from ..store.version import EVENT_TIME_KEY
+from ..store.version import EVENT_TIME_KEY, event_time_of
 from ..system.checks import excerpt
 from .build import Run, dense_parameters, dense_state
 from .config import RunConfig
@@ -83,10 +83,9 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
         raise NonFiniteError(f"{bad[0]} is not finite")
     tensors["rng"] = torch.get_rng_state()
     tensors |= {f"metrics.{name}": each for name, each in run.metrics.state_dict(run.processes.gather).items()}
-    extra: dict[str, Any] = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
-    extra[_EXTRA_KEY]["files"] = [list(file) for file in files]
-    if position.event_time is not None:
-        extra[EVENT_TIME_KEY] = position.event_time
+    place = asdict(position)
+    extra: dict[str, Any] = {} if (seconds := place.pop("event_time")) is None else {EVENT_TIME_KEY: seconds}
+    extra[_EXTRA_KEY] = {"position": place, "config": to_dict(config), "files": [list(file) for file in files]}
     return run.processes.commit(run.store, extra, tensors)
 
 
@@ -159,18 +158,17 @@ def restore_run(run: Run, config: RunConfig | None = None) -> Position:
     if not isinstance(run.model, DLRM):
         _require_same_model(run.model, tensors, str(saved["config"]["model"].get("class")))
     load_model(run.model, tensors)
-    states: dict[int, dict[str, Tensor]] = {}
-    for index, name in enumerate(dense_parameters(run.model)):
-        prefix = f"optimizer.{name}."
-        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if state:
-            states[index] = state
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+    names = enumerate(dense_parameters(run.model))
+    states = {index: state for index, name in names if (state := part(f"optimizer.{name}."))}
     run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
     if config and config.metrics.names and saved["config"].get("metrics") == to_dict(config)["metrics"]:
-        kept = {name.removeprefix("metrics."): each for name, each in tensors.items() if name.startswith("metrics.")}
-        run.metrics.load_state_dict(kept, rank=run.processes.rank)
-    position = Position(**saved["position"])
+        run.metrics.load_state_dict(part("metrics."), rank=run.processes.rank)
+    position = Position(**saved["position"] | {"event_time": event_time_of(run.store.extra)})
     best = 0 if position.best is None else position.best_version or run.store.version
     return replace(position, best_version=best)
 

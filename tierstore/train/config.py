@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..dist.placement.towers import load_towers
@@ -59,8 +59,8 @@ class StoreSection(Checked):
         super().__post_init__()
         _require(bool(self.path), "store.path", self.path, "a path")
         _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
-        _require(1 < self.slack <= MAX_SLACK, "store.slack", self.slack, f"a number above 1, and at most {MAX_SLACK}")
         _require(0 < self.record_rate <= 1, "store.record_rate", self.record_rate, "a number above 0, and at most 1")
+        _require(1 < self.slack <= MAX_SLACK, "store.slack", self.slack, f"a number above 1, and at most {MAX_SLACK}")
 
     @property
     def has_hbm(self) -> bool:
@@ -294,13 +294,6 @@ class RanksSection(Checked):
     timeout_seconds: int = option(300, "wait for a rank until it counts as hung", low=1, high=_MAX_TIMEOUT)
 
 
-class OfTable(NamedTuple):
-    """[embedding] and [optimizer] as one column's table has them."""
-
-    embedding: EmbeddingSection
-    optimizer: OptimizerSection
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run; ``load`` reads it from TOML."""
@@ -350,12 +343,14 @@ class RunConfig:
             expected = "embedding.dim, that of all tables of a DLRM; a model.class takes others"
             _require(good, f"embedding.tables.{name}.dim", dim, expected)
 
-    def of_table(self, name: str) -> OfTable:
-        """What a column's table has, but for ``num_embeddings``. ValueError: a key of its own is out of range."""
+    def of_table(self, name: str) -> "RunConfig":
+        """With [embedding] and [optimizer] as a column's table has them, but for ``num_embeddings``. ValueError: a key
+        of its own is out of range."""
         keys: dict[str, Any] = vars(self.embedding.tables.get(name, TableSection()))
         own = {key: value for key, value in keys.items() if value is not None}
         rule = {key: own.pop(key) for key in ("sparse", "sparse_lr") if key in own}
-        return OfTable(replace(self.embedding, **own), replace(self.optimizer, **rule))
+        embedding = replace(self.embedding, **own, tables={})
+        return replace(self, embedding=embedding, optimizer=replace(self.optimizer, **rule))
 
     @property
     def table_sizes(self) -> tuple[int, ...]:

@@ -68,13 +68,6 @@ _MISSING: Final = -1
 _MISSING_WORD: Final = "0" * 8
 
 
-class SyntheticData(NamedTuple):
-    path: Path
-    train_rows: int
-    test_rows: int
-    best: Evaluation  # of the true probabilities, on the test rows
-
-
 class _Rows(NamedTuple):
     labels: Bytes
     dense: Int64s
@@ -82,21 +75,21 @@ class _Rows(NamedTuple):
     logits: Float64s
 
 
-def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
-    """Write rows to ``path``; the same seed writes the same bytes. ValueError: unless both numbers are at least 1."""
+def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> Evaluation:
+    """Write rows to ``path``; the same seed writes the same bytes. Returns how well the true probabilities do on the
+    test rows. ValueError: unless both numbers are at least 1."""
     if train_rows < 1 or test_rows < 1:
         raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
     source = _Source(seed)
     best = Predictions()
-    path = Path(path)
-    with path.open("w", encoding="ascii", newline="\n") as file:
+    with Path(path).open("w", encoding="ascii", newline="\n") as file:
         for begin in range(0, train_rows + test_rows, _CHUNK_ROWS):
             rows = source.draw(min(_CHUNK_ROWS, train_rows + test_rows - begin))
             file.write(_text(rows))
             num_train = min(max(train_rows - begin, 0), len(rows.labels))
             if num_train < len(rows.labels):
                 best.add(torch.from_numpy(rows.labels[num_train:]), torch.from_numpy(rows.logits[num_train:]))
-    return SyntheticData(path, train_rows, test_rows, best.evaluate())
+    return best.evaluate()
 
 
 class _Source:
@@ -165,10 +158,11 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1)
     folder = Path(directory).absolute()
     _empty(folder)
     started = time.perf_counter()
-    test_rows = int(rows * _TEST_SHARE)
-    data = write_synthetic(folder / "clicks.tsv", train_rows=rows - test_rows, test_rows=test_rows)
+    test_rows, path = int(rows * _TEST_SHARE), folder / "clicks.tsv"
+    train_rows = rows - test_rows
+    best = write_synthetic(path, train_rows=train_rows, test_rows=test_rows)
     config = RunConfig(
-        data=DataSection(path=str(data.path), train_rows=data.train_rows, test_rows=data.test_rows),
+        data=DataSection(path=str(path), train_rows=train_rows, test_rows=test_rows),
         # As many rows as there are categories; more for few categories, so that hardly any two of those share a row.
         embedding=EmbeddingSection(dim=16, num_embeddings=tuple(max(_MIN_TABLE_ROWS, size) for size in CARDINALITIES)),
         model=ModelSection(bottom_mlp=(64,), top_mlp=(64,)),
@@ -186,9 +180,9 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
     num_rows = sum(config.table_sizes)
     print(
-        f"Generated {data.path} in {time.perf_counter() - started:.0f} s: {data.train_rows:,} rows to train on, "
-        f"{data.test_rows:,} to test.\n"
-        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
+        f"Generated {path} in {time.perf_counter() - started:.0f} s: {train_rows:,} rows to train on, "
+        f"{test_rows:,} to test.\n"
+        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {best.auc:.4f}.\n"
         f"{len(config.table_sizes)} tables, {num_rows:,} rows of {layout.row_bytes} bytes, "
         f"{format_size(num_rows * layout.row_bytes)}. "
         f"Training touches {touched:,} of the rows, {format_size(touched_bytes)}.\n"
@@ -205,7 +199,7 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1)
     if equal:
         notes[:1] = [
             "Both ended in the same bits: every row of every table and every dense weight.",
-            f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
+            f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {best.auc:.4f}: "
             "what is missing is mostly categories seen too seldom to learn.",
         ]
     print("", *columns_of(table_of(runs), is_last_text=False), "", *notes, sep="\n")

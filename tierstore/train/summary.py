@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -59,7 +59,8 @@ class History:
         self._started = time.perf_counter()
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
-        self.windows: list[dict[str, float]] = []  # as of ``Metrics.compute``, with their last step; at most 200
+        self.windows: list[dict[str, float]] = []  # as of ``Metrics.compute``, with first and last step; at most 200
+        self._windows, self._windows_width, self._window_end = 0, 1, step
         self._before = _totals(tiers())
         self._event_delays: list[Any] = [0, 0.0]
         self._marks = [self._mark()]
@@ -86,10 +87,14 @@ class History:
                 self._width *= 2
 
     def window(self, figures: Mapping[str, float]) -> None:
-        """Keep the metrics of a window that ends here; of every second one, fourth, as they come to be too many."""
-        self.windows.append({"step": self._step, **figures})
-        if len(self.windows) > RANGES_MAX:
+        """Keep the metrics of a window that ends here: of each, later of every second, fourth, ..., and of the last."""
+        if self._windows % self._windows_width:
+            self.windows.pop()
+        elif len(self.windows) == RANGES_MAX:
             del self.windows[::2]
+            self._windows_width *= 2
+        self.windows.append({"first": self._window_end + 1, "step": self._step, **figures})
+        self._windows, self._window_end = self._windows + 1, self._step
 
     def commit(self, event_time: float | None) -> None:
         """Count a commit that has become durable; the time in Unix seconds."""
@@ -166,14 +171,11 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; an AUC that is not defined and losses that are not finite are null."""
-        fields = asdict(self) | {"loss": None if self.loss is None else _finite(self.loss)}
-        if self.test is not None:
-            test = {"rows": self.test.rows, **self.test.figures}
-            fields["test"] = {name: _finite(value) for name, value in test.items()}
-        fields["windows"] = [{name: _finite(value) for name, value in each.items()} for each in self.windows]
-        fields["tiers"] = _tiers_to_dict(self.tiers)
+        fields = asdict(self) | _finite({"loss": self.loss}) | {"tiers": _tiers_to_dict(self.tiers)}
+        fields["test"] = self.test and _finite({"rows": self.test.rows, **self.test.figures})
+        fields["windows"] = list(map(_finite, self.windows))
         fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
-        fields["history"] = [{**each._asdict(), "loss_sum": _finite(each.loss_sum)} for each in self.history]
+        fields["history"] = [_finite(each._asdict()) for each in self.history]
         return fields
 
     def write(self, path: str | Path) -> None:
@@ -182,14 +184,10 @@ class Summary:
 
     def describe(self) -> str:
         """A line for each figure, for people."""
-        lines = figures_of(self.to_dict()) | {"store": f"{self.store}, version {self.version}"}
-        if self.ranks:
-            lines["ranks"] = f"{len(self.ranks)}, whose figures are added up; --json has those of each"
-        if self.recorded is not None:
-            lines["recorded"] = self.recorded
-        if self.bits is not None:
-            lines[_BITS] = self.bits
-        return "\n".join(f"{label:34}{text}" for label, text in lines.items())
+        ranks = f"{len(self.ranks)}, whose figures are added up; --json has those of each" if self.ranks else None
+        others = {"ranks": ranks, "recorded": self.recorded, _BITS: self.bits}
+        lines = {**figures_of(self.to_dict()), "store": f"{self.store}, version {self.version}", **others}
+        return "\n".join(f"{label:34}{text}" for label, text in lines.items() if text is not None)
 
 
 def figures_of(run: dict[str, Any]) -> dict[str, str]:
@@ -203,7 +201,7 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
         trained = f"nothing: {complete if more > 1 else 'no file came'}"
     figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
     losses = {"training loss": run["loss"]}
-    last: dict[str, Any] = next(reversed(run.get("windows", ())), {})
+    last: dict[str, Any] = next(reversed(run["windows"]), {})
     for name, value in (last | {f"test_{name}": value for name, value in test.items()}).items():
         kind, _, metric = name.partition("_")
         metric, *of = metric.split("/", 1)
@@ -261,24 +259,25 @@ def run_page(title: str, runs: Mapping[str, dict[str, Any]], *, notes: Sequence[
     ]
     plots: list[Section] = []
     for rate in _RATES:
-        lines = []
-        for tone, (name, run) in zip(("c1", "c2"), runs.items(), strict=False):
-            steps = []
-            for a, b in itertools.pairwise(run["history"]):
-                by = b[rate.by] - a[rate.by]
-                if by and None not in (a[rate.total], b[rate.total]):
-                    steps.append(Step(a["step"] + 1, b["step"], rate.times * (b[rate.total] - a[rate.total]) / by))
-            lines.append(Line(name, tone, steps))
-        plots += figure(rate.title, lines, unit=rate.unit, low=rate.low)
+        drawn = [list(_steps_of(run["history"], rate)) for run in runs.values()]
+        plots += figure(rate.title, [*map(Line, runs, ("c1", "c2"), drawn)], unit=rate.unit, low=rate.low)
     for heading, unit, key in (("NE", "NE", "window_ne"), ("Calibration", "mean p over mean y", "window_calibration")):
-        ends = [itertools.pairwise([run["history"][0], *run.get("windows", ())]) for run in runs.values()]
-        drawn = [[Step(a["step"] + 1, b["step"], b[key]) for a, b in own if b.get(key) is not None] for own in ends]
+        every = [[each for each in run["windows"] if each.get(key) is not None] for run in runs.values()]
+        drawn = [[Step(each["first"], each["step"], each[key]) for each in own] for own in every]
         plots += figure(f"{heading} of each window", [*map(Line, runs, ("c1", "c2"), drawn)], unit=unit)
     return page_of(title, [Section("Answer", [*notes, *described]), *plots, Section("Figures", table=table_of(runs))])
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _steps_of(history: Sequence[Mapping[str, Any]], rate: _Rate) -> Iterator[Step]:
+    for a, b in itertools.pairwise(history):
+        by = b[rate.by] - a[rate.by]
+        if by and None not in (a[rate.total], b[rate.total]):
+            yield Step(a["step"] + 1, b["step"], rate.times * (b[rate.total] - a[rate.total]) / by)
+
+
+def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """With None for what is not finite."""
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
 
 
 def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..metrics import TITLES, training_loss
-from ..models import Towers, box_sharpness, hessian_eigenvalues
+from ..models import box_sharpness, hessian_eigenvalues
+from ..models.dlrm import logits_of
 from ..nn.collection import TieredEmbeddingBagCollection
 from ..report import Line, Section, Step, figure, page_of
 from ..settings.sections import ConfigError, Override, to_dict, to_toml, toml_value
@@ -351,8 +352,7 @@ def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
 
     def losses() -> Iterator[Tensor]:
         for batch, pooled in parts:
-            towers = model.embeddings
-            logits = model.dense_part(batch.dense, towers.compressed(pooled) if isinstance(towers, Towers) else pooled)
+            logits = logits_of(model, batch.dense, pooled)
             mean = training_loss(logits, batch.labels, batch.weights, config.data.label_weights)
             yield mean * (len(batch) / stop)
 

@@ -154,66 +154,27 @@ def _require_rows(config: RunConfig, reader: Reader, test_reader: Reader) -> Non
         )
 
 
-class Progress:
-    """Samples/s, mean loss, hit rates and bytes from SSD, on a terminal's stderr; elsewhere only ``say`` writes."""
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Gives whether SIGINT or SIGTERM came since. A second one ends the process as usual. In other threads than the
+    main one, which may set no handlers, none is seen."""
+    is_requested, own = False, contextlib.ExitStack()
 
-    def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
-        self._history, self._shown, self._next_refresh = history, shown, 0.0
-        look = {"unit": " samples", "unit_scale": True, "leave": False, "disable": None if shown else True}
-        self._bar: Any = tqdm(total=total_rows, initial=done_rows, **look)
-
-    def step(self, rows: int) -> None:
-        now = time.monotonic()
-        if not rows:
-            self._bar.set_postfix_str("waiting for files")
-        elif not self._bar.disable and now >= self._next_refresh:
-            self._next_refresh, stats = now + _REFRESH_SECONDS, self._history.tiers()
-            hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
-            self._bar.set_postfix_str(
-                f"loss {self._history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
-                f"from SSD {format_size(stats.ssd.bytes_read)}",
-                refresh=False,
-            )
-        self._bar.update(rows)
-
-    def expect(self, total_rows: int) -> None:
-        """Set what only the end of an epoch shows."""
-        self._bar.total = self._bar.total or total_rows
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self._shown:
-            self._bar.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual. Outside
-    the main thread, where Python allows no signal handlers, it never is requested."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._own = contextlib.ExitStack()
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._own.enter_context(handlers_restored(*_SIGNALS))
-            for number in _SIGNALS:
-                signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._own.close()
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.requested:
-            self._own.close()
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal is_requested
+        if is_requested:
+            own.close()
             signal.raise_signal(number)
-        self.requested = True
+        is_requested = True
         # A plain write: a handler may run in the middle of any other output.
         sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
+
+    with own:
+        if threading.current_thread() is threading.main_thread():
+            own.enter_context(handlers_restored(*_SIGNALS))
+            for number in _SIGNALS:
+                signal.signal(number, on_signal)
+        yield lambda: is_requested
 
 
 class _Training:
@@ -226,12 +187,10 @@ class _Training:
         self.start_bytes = own_bytes()
         self.history = History(run.local.stats, step=self.position.step)
         rows = config.data.train_rows or reader.num_rows or 0  # of an epoch
-        self.progress = Progress(
-            self.history,
-            total_rows=rows * config.train.epochs or None,
-            done_rows=rows * self.position.epoch + self.position.row,
-            shown=run.processes.rank == 0,
-        )
+        total, done = rows * config.train.epochs or None, rows * self.position.epoch + self.position.row
+        look: dict[str, Any] = {"unit": " samples", "unit_scale": True, "leave": False}
+        self._bar: Any = tqdm(total=total, initial=done, disable=None if run.processes.rank == 0 else True, **look)
+        self._next_refresh = 0.0
         self.listeners: list[Callable[[Record], object]] = []
         self._stopped, self._tested_at = False, time.monotonic()
         self._at_end, self._committed_at = False, time.monotonic()  # of a folder that was followed
@@ -246,7 +205,7 @@ class _Training:
     def train(self) -> None:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
         self.run.model.train()
-        with contextlib.closing(self.progress), StopRequest() as stop:
+        with self._bar, stop_requests() as stop:
             self._go_on()
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
@@ -259,6 +218,26 @@ class _Training:
                 self._begin_commit()
                 self._end_commit(is_said=False)
         self.history.close()
+
+    def _show(self, rows: int) -> None:
+        """Loss, hit rates and bytes from SSD, on a terminal's stderr."""
+        now = time.monotonic()
+        if not rows:
+            self._bar.set_postfix_str("waiting for files")
+        elif not self._bar.disable and now >= self._next_refresh:
+            self._next_refresh, stats = now + _REFRESH_SECONDS, self.history.tiers()
+            hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
+            self._bar.set_postfix_str(
+                f"loss {self.history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+                f"from SSD {format_size(stats.ssd.bytes_read)}",
+                refresh=False,
+            )
+        self._bar.update(rows)
+
+    def _say(self, text: str) -> None:
+        """Write a line above the bar."""
+        if self.run.processes.rank == 0:
+            self._bar.write(text, file=sys.stderr)
 
     def described(self, error: NonFiniteError) -> str:
         """It, with the run's step and, once the commit in flight has ended, the version to go on from."""
@@ -287,9 +266,9 @@ class _Training:
             self.run.store.rollback(version)
             position = restore_run(self.run, self._config)
             self.position = replace(position, best_version=0, ended=self._config.train.epochs)
-            self.progress.say(f"version {version} tested best, at step {self.position.step:,}")
+            self._say(f"version {version} tested best, at step {self.position.step:,}")
 
-    def _train_epoch(self, stop: StopRequest) -> None:
+    def _train_epoch(self, stop: Callable[[], bool]) -> None:
         section, every = self._config.train, self._config.train.commit_every
         stop_row = self._config.data.train_rows or None
         reader = reader_of_epoch(self._config, self._reader, self.position.epoch, self.position.reader)
@@ -303,14 +282,14 @@ class _Training:
                 set_rates(self.run, self._config.optimizer, self.position.step)
                 if self._config.model.class_:  # which may draw: what, the step and the rank decide
                     torch.manual_seed((section.seed << 44 ^ self.position.step << 12 ^ self.run.processes.rank) % 2**63)
-                loss, self._stopped = train_step(self.run, batch, lambda: stop.requested)
+                loss, self._stopped = train_step(self.run, batch, stop)
                 if not self.history.samples:
                     self.start_bytes = own_bytes()
                 self.history.step(batch.total_rows, loss)
                 step, row = self.position.step + 1, self.position.row + batch.total_rows
                 newest = max(filter(None, (self.position.event_time, batch.event_time)), default=None)
                 self.position = replace(self.position, step=step, row=row, reader=batch.position, event_time=newest)
-                self.progress.step(batch.total_rows)
+                self._show(batch.total_rows)
                 self._report("step", self.position, loss=loss)
                 if self.run.metrics.is_full:
                     self._measure()
@@ -323,7 +302,6 @@ class _Training:
                     if self.is_whole:
                         return
                 elif (every and step % every == 0) or self._is_commit_due():
-                    self._end_commit()
                     self._begin_commit()
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
@@ -332,7 +310,7 @@ class _Training:
         if self._config.data.follow:
             self._at_end = True
             return
-        self.progress.expect(self.position.row * section.epochs)
+        self._bar.total = self._bar.total or self.position.row * section.epochs  # which only the end of an epoch shows
         self.position = replace(self.position, epoch=self.position.epoch + 1, row=0)
         if section.test_each_epoch:
             self._test(f"epoch {self.position.epoch:,}")
@@ -343,14 +321,14 @@ class _Training:
         self.history.window(figures)
         self._report("metrics", self.position, **figures)
 
-    def _wait(self, batch: Batch, stop: StopRequest) -> None:
+    def _wait(self, batch: Batch, stop: Callable[[], bool]) -> None:
         """Do what is due while a folder has nothing new."""
-        self.progress.step(0)
+        self._show(0)
         self.position = replace(self.position, reader=batch.position)
         self._end_commit()
         if self._is_commit_due():
             self._begin_commit()
-        self._stopped = stop.requested
+        self._stopped = stop()
 
     def _is_commit_due(self) -> bool:
         """By time: once there are new steps, and no commit is in flight."""
@@ -374,15 +352,16 @@ class _Training:
             )
         self._tested_at = time.monotonic()
         self.run.model.train()
-        self.progress.say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
+        self._say(f"{when}: tested {rows:,} rows, AUC {auc:.4f}, log loss {loss:.4f}")
         self.position = self.position.after({"calibration": abs(best - 1), "auc": -best, "gauc": -best}.get(by, best))
         if section.patience and self.position.tests_since >= section.patience:
-            self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
+            self._say(f"ended: none of the last {section.patience:,} tests was the best")
             self.position = replace(self.position, ended=section.epochs)
-        self._end_commit()
         self._begin_commit()
 
     def _begin_commit(self) -> None:
+        """End the one in flight, and begin another."""
+        self._end_commit()
         for call in self.listeners:
             if isinstance(call, Thinned):
                 call.flush()
@@ -403,7 +382,7 @@ class _Training:
             self.history.commit(position.event_time)
             if is_said:
                 of_loss = "" if loss is None else f", loss {loss:.4f}"
-                self.progress.say(f"step {position.step:,}: committed version {version}{of_loss}")
+                self._say(f"step {position.step:,}: committed version {version}{of_loss}")
             self._report("commit", position, version=version)
 
     def _report(self, event: Literal["step", "metrics", "test", "commit"], position: Position, **figures: Any) -> None:
@@ -437,8 +416,7 @@ class _Training:
             for batch in batches:
                 logits = self.run.model(batch.dense, batch.sparse).cpu()
                 predictions.add(batch.labels.cpu(), logits, batch.weights, *batch.keys)
-        every = Predictions.merged(self.run.processes.gather(predictions))
-        found = every.evaluate(self.run.measures)
+        found = Predictions.merged(self.run.processes.gather(predictions)).evaluate(self.run.measures)
         self._tested = self.position.step, found
         if self.position.tested != self.position.step:  # else it was reported
             self._report("test", self.position, **found.figures)
@@ -504,12 +482,12 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
         each.grad = torch.zeros_like(each) if each.grad is None else each.grad  # another rank may have one
     gradients = [each.grad for each in shared if each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
-    if run.clip_norm:
+    if clip_norm := run.config.optimizer.dense_clip_norm:
         norm = get_total_norm(gradients)
         if of_towers := [dense[name].grad for name in own if name in dense]:
             norms = run.processes.gather([0.0 if each is None else float(each.norm()) for each in of_towers])
             norm = torch.tensor([norm, *map(max, *norms)]).norm()  # each host has the gradients of its own tower
-        clip_grads_with_norm_(dense.values(), run.clip_norm, norm)
+        clip_grads_with_norm_(dense.values(), clip_norm, norm)
     run.optimizer.step()
     return agreed
 
@@ -517,7 +495,7 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
 def _hessian_free_step(run: Run, optimizer: HessianFree, batch: Batch, share: float) -> Tensor:
     """Rows are looked up once: the optimizer evaluates the dense part alone."""
     pooled = run.model.embeddings(batch.sparse).values()
-    part, first = slice(math.ceil(len(batch) * run.curvature_share)), iter([batch])
+    part, first = slice(math.ceil(len(batch) * run.config.optimizer.curvature_share)), iter([batch])
 
     def evaluated(pooled: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         logits = run.model.dense_part(batch.dense[rows], pooled[rows])
@@ -541,7 +519,7 @@ def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
 
 def _loss(run: Run, logits: Tensor, batch: Batch, rows: slice = slice(None)) -> Tensor:
     weights = None if batch.weights is None else batch.weights[rows]
-    return training_loss(logits, batch.labels[rows], weights, run.label_weights)
+    return training_loss(logits, batch.labels[rows], weights, run.config.data.label_weights)
 
 
 def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) -> Generator[Batch, None, None]:
@@ -551,12 +529,9 @@ def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) ->
     ahead = prefetch(batches, run.embeddings, depth=depth, features=lambda batch: batch.sparse)
     with contextlib.closing(ahead):
         for batch in ahead:
-            yield replace(
-                batch,
-                dense=batch.dense.to(device, non_blocking=True),
-                labels=batch.labels.to(device, non_blocking=True),
-                weights=None if batch.weights is None else batch.weights.to(device, non_blocking=True),
-            )
+            held: Any = {"dense": batch.dense, "labels": batch.labels, "weights": batch.weights}
+            moved = {key: each.to(device, non_blocking=True) for key, each in held.items() if each is not None}
+            yield replace(batch, **moved)
 
 
 def command_name(ranks: int = 1) -> str:

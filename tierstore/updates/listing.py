@@ -263,6 +263,7 @@ class Folder:
 
 
 MIN_REQUESTS: Final = 100  # fewer tell nothing of the 99th percentile, or of a share of one in a hundred
+_MAX_MEASURE: Final = 1e300  # never good: a log loss that is no number is told as the largest float
 
 
 class Measures(NamedTuple):
@@ -292,6 +293,6 @@ class Canary(NamedTuple):
         )
         found = []
         for (what, flag, factor, more), was, now in zip(bounds, before, after, strict=True):
-            if was is not None and now is not None and not now <= (most := was * factor + more):  # NaN is not
+            if was is not None and now is not None and not now <= (most := min(was * factor + more, _MAX_MEASURE)):
                 found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}")
         return "; ".join(found)

@@ -121,10 +121,10 @@ def _serve(rows: int, folder: Path) -> None:
 def _train_file(folder: Path) -> None:
     """With a reader of files, and batches that are fetched ahead."""
     folder.mkdir()
-    data = write_synthetic(folder / "clicks.tsv", train_rows=32, test_rows=8)
+    write_synthetic(path := folder / "clicks.tsv", train_rows=32, test_rows=8)
     train(
         RunConfig(
-            data=DataSection(path=str(data.path), train_rows=32, test_rows=8),
+            data=DataSection(path=str(path), train_rows=32, test_rows=8),
             store=StoreSection(path=str(folder / "store"), ddr="1MiB"),
             embedding=EmbeddingSection(dim=4, num_embeddings=(100,) * 26),
             model=ModelSection(bottom_mlp=(4,), top_mlp=(4,)),

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,9 @@ def test_each_measure_has_its_bound():
         assert why in BOUNDS.worse(GOOD, bad)
     assert BOUNDS.worse(GOOD, WORST) == "", "what is at its bound passes"
     assert BOUNDS.worse(Measures(), GOOD) == "", "there is nothing to be worse than"
+    broken = Measures(sys.float_info.max)
+    assert BOUNDS.worse(broken, GOOD) == ""
+    assert "the log loss is 1.7977e+308" in BOUNDS.worse(broken, broken), "a loss that is no number is never good"
     for name in GOOD._fields:
         assert not BOUNDS.worse(GOOD, GOOD._replace(**{name: None})), "silence decides nothing"
 

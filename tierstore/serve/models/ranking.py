@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import DamagedError
 from ...ids.texts import text_categories
-from ...models import DLRM, Towers
+from ...models.dlrm import logits_of
 from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.build import build_model
@@ -124,10 +124,3 @@ class Ranking(Model):
         return [
             each if good else ServeError(Status.INTERNAL, says) for each, good in zip(answers, is_good, strict=True)
         ]
-
-
-def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
-    """float32 [B], of treated dense values [B, C] and pooled rows [B, F * D]."""
-    if isinstance(model.embeddings, Towers):
-        rows = model.embeddings.compressed(rows)
-    return model.dense_part(dense, rows)

@@ -18,24 +18,10 @@ from .following import FollowingReader
 from .npy import NpyReader
 
 __all__ = [
-    "CRITEO_SCHEMA",
-    "Batch",
-    "Categories",
-    "CategoryRule",
-    "CriteoReader",
-    "CsvReader",
-    "DataError",
-    "DataFile",
-    "DataFormat",
-    "FeatureHasher",
-    "FollowingReader",
-    "NpyReader",
-    "ParquetReader",
-    "Reader",
-    "Schema",
-    "dense_features",
-    "open_reader",
-]
+    "CRITEO_SCHEMA", "Batch", "Categories", "CategoryRule", "CriteoReader", "CsvReader", "DataError", "DataFile",
+    "DataFormat", "FeatureHasher", "FollowingReader", "NpyReader", "ParquetReader", "Reader", "Schema",
+    "dense_features", "open_reader",
+]  # fmt: skip
 
 DataFormat = Literal["auto", "criteo", "parquet", "csv", "npy"]
 

@@ -171,10 +171,9 @@ class _Record:
         with np.errstate(over="ignore"):
             for column, name in enumerate(schema.dense):
                 dense[:, column] = self._numbers(name, self._column(name))
-        are_finite = fits_float32(dense)
-        if not are_finite.all():
+        if not (good := fits_float32(dense)).all():
             for column, name in enumerate(schema.dense):
-                self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
+                self._check(name, good[:, column], "finite as float32; null stands for missing")
         bags, times = list[Any](), list[Any]()
         for name in schema.categorical:
             elements, places = self._lists(name)
@@ -253,9 +252,7 @@ class _Record:
         kept = are_kept((self._path, self._row), names, rows, ends, is_there)
         times = elements.cast(pa.int64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
         good = elements.is_valid().to_numpy(zero_copy_only=False) & ((times >= 0) | (elements.type != pa.uint64()))
-        self._check_elements(
-            names[1], elements, good | ~kept, own, f"a time below 2**63; {names[0]} has a category there"
-        )
+        self._check(names[1], good | ~kept, f"a time below 2**63; {names[0]} has a category there", elements, own)
         return np.asarray(times[kept])
 
     def _lists(self, name: str) -> tuple[Any, Any]:
@@ -291,16 +288,16 @@ class _Record:
             values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
             if values.dtype == np.uint64:
                 expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
-                self._check_elements(name, elements, values <= MAX_CATEGORY, offsets, expected)
+                self._check(name, values <= MAX_CATEGORY, expected, elements, offsets)
             elif values.min(initial=0) < rule.least:
-                self._check_elements(name, elements, values >= 0, offsets, "an integer from 0 on; null is missing")
+                self._check(name, values >= 0, "an integer from 0 on; null is missing", elements, offsets)
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
             expected = (
                 f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), offsets, expected)
+            self._check(name, are_whole(values) & ~(values < rule.least), expected, elements, offsets)
         elif _is_text(kind):
             values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
             is_there = is_text if is_there is None else is_there & is_text
@@ -321,11 +318,9 @@ class _Record:
         read: Bytes = np.empty(0, np.uint8) if letters is None else np.frombuffer(letters, np.uint8)
         return read_texts(read, places, rule, floats=self._reads_floats), places[1:] > places[:-1]
 
-    def _check(self, name: str, good: Bools, expected: str) -> None:
-        self._check_elements(name, self._columns[name], good, None, expected)
-
-    def _check_elements(self, name: str, elements: Any, good: Bools, offsets: Ids | None, expected: str) -> None:
+    def _check(self, name: str, good: Bools, expected: str, elements: Any = None, offsets: Ids | None = None) -> None:
         if not good.all():
+            elements = self._columns[name] if elements is None else elements
             broken = int(np.flatnonzero(~good)[0])
             row = self._row + broken
             if offsets is not None:

@@ -1,6 +1,6 @@
 """The contract of a reader: rows of click data, from any row on, as batches a model takes.
 
-A format implements ``read_chunks``; what is common to all, turning raw values into a model's input, is here.
+A format implements ``read_chunks``; here is what all share: raw values become a model's input, rows are shuffled.
 
 Shapes: B rows of a batch, n rows of a chunk, C dense columns, F categorical columns.
 """
@@ -252,6 +252,39 @@ class Reader(ABC):
     def _jagged(self, times: Categories) -> KeyedJaggedTensor:
         values, lengths = np.concatenate(times.columns), np.diff(times.offsets)
         return KeyedJaggedTensor(self.schema.time_columns, torch.from_numpy(values), lengths=torch.from_numpy(lengths))
+
+
+def random_order(count: int, *, key: tuple[int, int], begin: int = 0) -> Int64s:
+    """A permutation [count]: the argsort of Philox's 64-bit outputs (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", SC 2011), whose stream numpy keeps. ``key``, ``begin``: numbers in [0, 2**64); others give another."""
+    bits = np.random.Philox(counter=[0, begin, 0, 0], key=list(key)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+class ShuffledReader(Reader):
+    """Reads ``block_rows`` rows at a time, a multiple of a chunk's, and shuffles them. ``key``: of ``random_order``."""
+
+    def __init__(self, reader: Reader, block_rows: int, key: tuple[int, int]) -> None:
+        self.path, self.schema, self.files = reader.path, reader.schema, reader.files
+        self._reader, self._block_rows, self._key = reader, block_rows, key
+        self._block = 0, np.empty(0, np.int64)  # that was read last: its first row, and its order
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._reader.num_rows
+
+    def place(self, row: int) -> str:
+        begin, order = self._block
+        return self._reader.place(begin + int(order[row - begin]))
+
+    def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
+        begin = start_row - start_row % self._block_rows
+        for block in self._reader.read_chunks(begin, stop_row, self._block_rows):
+            order = random_order(len(block.labels), key=self._key, begin=begin)
+            self._block = begin, order
+            for first in range(max(0, start_row - begin), len(order), chunk_rows):
+                yield block.take(order[first : first + chunk_rows])
+            begin += len(order)
 
 
 def are_kept(where: tuple[Path, int], names: tuple[str, str], places: Int64s, own: Int64s, is_there: Any) -> Bools:

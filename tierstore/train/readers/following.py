@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrow import ParquetReader, is_data, names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema
-from .categories import Categories, FeatureHasher
+from .categories import FeatureHasher
 from .csv import CsvReader
 from .npy import NpyReader
 
@@ -37,7 +37,8 @@ class FollowingReader(Reader):
     ``position`` after it, where ``seek`` goes on. DataError: a file is late, broken, or grows while it is read.
 
     Args:
-        order: "name": of paths below the folder; "time": of the event times in the files' first rows.
+        order: "name": of paths below the folder; "time": of the event times in the files' first rows. Others wait for
+            a file that is not whole: those behind it, and by time, as its place is not known, all that came later.
         late: what becomes of a file that comes after one that is behind it in that order, and of a Parquet file that
             has not changed for a minute and has no footer: "error", or "skip" with a warning.
         settle_seconds: CSV files and arrays are read once they have not changed for so long.
@@ -62,9 +63,10 @@ class FollowingReader(Reader):
         """Go on at a position, as it is or as JSON gives it back."""
         self._position, self._is_cut = position, position["is_cut"]  # whether more were read than the recent ones
         self._recent: list[_Key] = [(seconds, name) for seconds, name in position["recent"]]
-        self._read, self._keys = {name for _, name in self._recent}, dict[str, _Key]()
+        self._read, self._unread, self._keys = {name for _, name in self._recent}, list[str](), dict[str, _Key]()
+        self._waited_for = "", 0.0  # the file that others wait for, and since when
         self._list()
-        self._earlier = set(self._unread if self._is_cut else ())  # before the recent ones: an earlier process read it
+        self._earlier = self._sure if self._is_cut else set[str]()  # before the recent ones: an earlier process read it
 
     def place(self, row: int) -> str:
         return f"{self.path / self._position['file']} (to row {self._position['row']:,}) or before: row {row:,} of all"
@@ -81,10 +83,10 @@ class FollowingReader(Reader):
             if not name:
                 yield self._no_rows()
                 continue
-            path, rest = self.path / name, chunk_rows - count if count else 0
-            reader, (size, _) = self._open(path), _size_and_time(path)
+            path, rest = self.path / name, -count % chunk_rows
+            reader, (size, _) = self._open(path), _size_and_age(path)
             here = {"file": name, "size_bytes": size, "recent": [*map(list, self._recent)], "is_cut": self._is_cut}
-            to_fill = reader.read_chunks(row, row + rest, rest) if rest else iter(())
+            to_fill = reader.read_chunks(row, row + rest, rest) if rest else ()
             for part in chain(to_fill, reader.read_chunks(row + rest, None, chunk_rows)):
                 held.append(part)
                 count, row = count + len(part.labels), row + len(part.labels)
@@ -92,7 +94,7 @@ class FollowingReader(Reader):
                     self._position = {**here, "row": row, "is_done": row == reader.num_rows}
                     yield RawRows.joined(held)
                     held, count = [], 0
-            if _size_and_time(path)[0] not in (0, size):
+            if _size_and_age(path)[0] not in (0, size):
                 raise DataError(f"{path} grew while it was read: write files elsewhere, and rename them")
             here |= {"row": row, "is_done": True}
             self._position = self._position if held else here
@@ -103,7 +105,7 @@ class FollowingReader(Reader):
     def _begun(self) -> Iterator[tuple[str, int]]:
         """The file that the position is in, and its next row."""
         name, row, before, is_done = (self._position[key] for key in ("file", "row", "size_bytes", "is_done"))
-        size = 0 if is_done else _size_and_time(self.path / name)[0]
+        size = 0 if is_done else _size_and_age(self.path / name)[0]
         if size != before and self._checks_files and not is_done:
             found = f"{self.path / name} has {size:,} bytes, and had {before:,} when the run stood at its row {row:,}"
             raise DataError(f"{found}: put it back, or go on with what is there with --set data.check_files=false")
@@ -116,27 +118,30 @@ class FollowingReader(Reader):
             is_over = time.time() >= self._until or (self.path / END_MARKER).exists()
             if time.monotonic() >= self._list_at or (is_over and not self._unread):
                 self._list()
-            if (name := self._next()) is not None:
-                yield name, 0
-            elif is_over and not self._unread:
+            name = self._next()
+            if not name and is_over and not self._unread:
                 return
-            else:
-                yield "", 0
+            yield name, 0
+            if not name:
                 time.sleep(_POLL_SECONDS)
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        self._sure, names = (  # what came before one of the first listing is in the second
+        self._sure, names = (  # what came before one of the first listing is in the second, and is sure in the next
             {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
         )
         self._read &= names
-        last = max(names if self._by_time else self._sure, default="")
-        self._unread = sorted(name for name in names - self._read if name <= last and not _TEMPORARY.search(name))
+        found = sorted(name for name in names - self._read if not _TEMPORARY.search(name))
+        if self._by_time:  # as they came; of those that came together, first what others wait for
+            came = {name: number for number, name in enumerate(self._unread)}
+            ready = {name for name in self._sure.intersection(found) if name not in came and self._is_whole(name)}
+            found.sort(key=lambda name: came.get(name, len(came) + (name in ready)))
+        self._unread = found
         self._list_at = time.monotonic() + max(_POLL_SECONDS, _LIST_SHARE * (time.monotonic() - begun))
 
-    def _next(self) -> str | None:
-        """The next file, which counts as read from here on; None as long as none is whole."""
-        for key in self._whole():
+    def _next(self) -> str:
+        """The next file, which counts as read from here on; "" as long as none is whole."""
+        for key in sorted(self._whole()) if self._by_time else self._whole():
             self._mark(name := key[1])
             if not self._recent or key > self._recent[-1]:
                 self._is_cut |= len(self._recent) == _REMEMBERED
@@ -144,39 +149,46 @@ class FollowingReader(Reader):
                 return name
             if key > self._recent[0] or name not in self._earlier:
                 self._refuse(name, f"came late: {self._recent[-1][1]}, which is behind it in order, was read")
-        return None
+        return ""
 
     def _whole(self) -> Iterator[_Key]:
-        """By name only up to the first that is not whole, which comes before the others."""
-        unread = list(self._unread)
-        if not self._by_time:
-            return ((0.0, name) for name in takewhile(self._is_whole, unread))
-        for name in unread:
-            if name not in self._keys and self._is_whole(name):
-                rows: Any = next(self._open(self.path / name).read_chunks(0, 1, 1), None)
-                if rows is None:
-                    self._mark(name)
-                elif math.isnan(seconds := float(rows.event_times[0])):
-                    raise DataError(f"{self.path / name}, row 0: no event time, by which files are ordered")
-                else:
-                    self._keys[name] = seconds, name
-        found = sorted(self._keys[name] for name in unread if name in self._keys)
-        while found and found[-1][1] not in self._sure:
-            found.pop()
-        return iter(found)
+        """Unread files, up to the first that others wait for; it is logged after a minute."""
+        for name in takewhile(self._sure.__contains__, list(self._unread)):
+            if name in self._keys or self._is_whole(name):
+                yield from self._key(name)
+                continue
+            _, age = _size_and_age(self.path / name)
+            if is_data(name, ParquetReader.endings) and age >= _STALL_SECONDS:
+                self._mark(name)
+                self._refuse(name, f"has no Parquet footer, and has not changed for {age:.0f} s")
+                continue
+            if name != self._waited_for[0]:
+                self._waited_for = name, time.monotonic()
+            elif time.monotonic() - self._waited_for[1] >= _STALL_SECONDS:
+                self._waited_for = name, math.inf
+                _LOG.warning("%s, changed %.0f s ago by its time, is not whole: others wait", self.path / name, age)
+            return
 
     def _is_whole(self, name: str) -> bool:
         path = self.path / name
-        seconds, is_whole = time.time() - _size_and_time(path)[1], False
         if not is_data(name, ParquetReader.endings):
-            return seconds >= self._settle_seconds
+            return _size_and_age(path)[1] >= self._settle_seconds
         with contextlib.suppress(OSError), path.open("rb") as file:  # it has gone, or is shorter
             file.seek(-8, os.SEEK_END)
-            is_whole = file.read()[4:] in (b"PAR1", b"PARE")
-        if not is_whole and seconds >= _STALL_SECONDS:
-            self._mark(name)
-            self._refuse(name, f"has no Parquet footer, and has not changed for {seconds:.0f} s")
-        return is_whole
+            return file.read()[4:] in (b"PAR1", b"PARE")
+        return False
+
+    def _key(self, name: str) -> Iterator[_Key]:
+        """Its place in the order; by time a file without rows has none, and counts as read."""
+        if self._by_time and name not in self._keys:
+            rows: Any = next(self._open(self.path / name).read_chunks(0, 1, 1), None)
+            if rows is None:
+                self._mark(name)
+                return
+            if math.isnan(seconds := float(rows.event_times[0])):
+                raise DataError(f"{self.path / name}, row 0: no event time, by which files are ordered")
+            self._keys[name] = seconds, name
+        yield self._keys.get(name, (0.0, name))
 
     def _mark(self, name: str) -> None:
         self._read.add(name)
@@ -194,15 +206,15 @@ class FollowingReader(Reader):
         return (ParquetReader if is_data(path.name, ParquetReader.endings) else NpyReader)(path, schema=self.schema)
 
     def _no_rows(self) -> RawRows:
-        width, dense, sparse = len(self.schema.labels), len(self.schema.dense), len(self.schema.categorical)
-        categories = Categories.of_columns([np.empty(0, np.int64)] * sparse, [1] * sparse, 0)
-        labels = np.empty((0, width)[: 1 + (width > 1)], np.float32)
-        return RawRows(labels, np.empty((0, dense), np.float32), categories)
+        labels = np.empty((0, len(self.schema.labels))[: len(self.schema.labels)], np.float32)
+        bags = [(np.empty(0, np.int64), 1)] * len(self.schema.categorical)
+        return RawRows.of_bags(labels, np.empty((0, len(self.schema.dense)), np.float32), bags, ())
 
 
-def _size_and_time(path: Path) -> tuple[int, float]:
-    """Bytes, and when they changed last, of a file, or of those of a folder together; 0 and infinity: it has gone."""
+def _size_and_age(path: Path) -> tuple[int, float]:
+    """Bytes, and for how long they have not changed, of a file, or of those of a folder together; 0 and -infinity: it
+    has gone."""
     found: list[os.stat_result] = []
     with contextlib.suppress(FileNotFoundError):
         found = [each.stat() for each in (path.iterdir() if path.is_dir() else [path])]
-    return sum(each.st_size for each in found), max((each.st_mtime for each in found), default=math.inf)
+    return sum(each.st_size for each in found), time.time() - max((each.st_mtime for each in found), default=math.inf)

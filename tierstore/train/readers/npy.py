@@ -56,56 +56,48 @@ class NpyReader(Reader):
     """
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
-        self.path = Path(path)
-        self.schema = schema
-        self._label = _map(self.path / "label.npy", "biuf", (len(schema.labels),) if len(schema.labels) > 1 else ())
-        lengths = {"label.npy": len(self._label)}
-        single = {name: self.path / f"{name}.npy" for name in (schema.weight, schema.event_time) if name}
-        self._single = {name: _map(path, "biuf", ()) for name, path in single.items()}
-        lengths |= {f"{name}.npy": len(each) for name, each in self._single.items()}
-        self._dense = np.empty((len(self._label), 0), np.float32)
-        if schema.dense:
-            self._dense = _map(self.path / "dense.npy", "biuf", (len(schema.dense),))
-            lengths["dense.npy"] = len(self._dense)
-        self._matrix: NDArray[Any] | None = None
-        self._columns: list[_Column] = []
-        if (self.path / "sparse.npy").exists():
-            self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.categorical),))
-            lengths["sparse.npy"] = len(self._matrix)
-            if schema.times:
-                self._columns = [_Column(self.path / "sparse.npy", each, 1, len(each)) for each in self._matrix.T]
-        else:
-            self._columns = [_Column.open(self.path, name, len(self._label)) for name in schema.categorical]
-        self._times = [(of, _Column.open(self.path, name, len(self._label), "iu")) for of, name in schema.times]
+        self.path, self.schema = Path(path), schema
+        has_matrix, width = (self.path / "sparse.npy").exists(), len(schema.labels)
+        shapes: dict[str, tuple[int, ...]] = {"label": (width,) if width > 1 else ()}
+        shapes |= {"dense": (len(schema.dense),)} if schema.dense else {}
+        shapes |= {"sparse": (len(schema.categorical),)} if has_matrix else {}
+        shapes |= {name: () for name in (schema.weight, schema.event_time) if name}
+        self._arrays = {name: _map(self.path / f"{name}.npy", "biuf", shape) for name, shape in shapes.items()}
+        lengths = {f"{name}.npy": len(each) for name, each in self._arrays.items()}
+        rows, names = self.num_rows, () if has_matrix else schema.categorical
+        self._columns = [_Column.open(self.path, name, rows) for name in names]
+        if has_matrix and schema.times:
+            self._columns = [_Column(self.path / "sparse.npy", each, 1, rows) for each in self._arrays["sparse"].T]
+        self._times = [(of, _Column.open(self.path, name, rows, "iu")) for of, name in schema.times]
         lengths |= {column.path.name: column.num_rows for column in (*self._columns, *(own for _, own in self._times))}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
-        self.files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
+        self.files = tuple(DataFile(name, (self.path / name).stat().st_size, rows) for name in lengths)
 
     @property
     def num_rows(self) -> int:
-        return len(self._label)
+        return len(self._arrays["label"])
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
-        stop = len(self._label) if stop_row is None else min(stop_row, len(self._label))
+        stop = self.num_rows if stop_row is None else min(stop_row, self.num_rows)
         for begin in range(start_row, stop, chunk_rows):
             end = min(begin + chunk_rows, stop)
-            label, dense = self._label[begin:end], self._dense[begin:end]
+            part = {name: each[begin:end] for name, each in self._arrays.items()}
+            label, dense = part["label"], part.get("dense", np.empty((end - begin, 0), np.float32))
             _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
             single: dict[str, Any] = {}
             if name := self.schema.weight:
-                weight = self._single[name][begin:end]
-                good = fits_float32(weight) & (weight >= 0)
-                _check(self.path / f"{name}.npy", begin, weight, good, "a weight, a finite number of 0 or more")
-                single["weights"] = weight.astype(np.float32)
+                good = fits_float32(part[name]) & (part[name] >= 0)
+                _check(self.path / f"{name}.npy", begin, part[name], good, "a weight, a finite number of 0 or more")
+                single["weights"] = part[name].astype(np.float32)
             if name := self.schema.event_time:
-                single["event_times"] = self._single[name][begin:end].astype(np.float64)
+                single["event_times"] = part[name].astype(np.float64)
             label, dense = label.astype(np.float32), dense.astype(np.float32)
-            if self._columns or self._matrix is None:
+            if self._columns:
                 yield RawRows.of_bags(label, dense, *self._bags(begin, end))._replace(**single)
                 continue
-            matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
+            matrix, _ = _read_categories(self.path / "sparse.npy", begin, part["sparse"], self.schema.rule)
             yield RawRows(label, dense, Categories.of_matrix(matrix), **single)
 
     def _bags(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
