@@ -78,9 +78,8 @@ class Cursor(NamedTuple):
     def load(cls, folder: Path) -> "Cursor":
         """The saved cursor. A new one if there is none, if it is a copy's, or damaged, which the log says."""
         path = folder / "cursor.json"
-        with contextlib.suppress(FileNotFoundError):
-            with files.open_plain_file(path) as file:
-                checksum, _, text = file.read().decode(errors="replace").partition("\n")
+        with contextlib.suppress(FileNotFoundError), files.open_plain_file(path) as file:
+            checksum, _, text = file.read().decode(errors="replace").partition("\n")
             if checksum == _checksum(folder, text):
                 acked, told, tables, displaced = json.loads(text)
                 ids = {int(place): np.frombuffer(bytes.fromhex(each), np.int64) for place, each in displaced.items()}
