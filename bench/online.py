@@ -182,7 +182,6 @@ def _into_redis(request: Run, _figures: Figures) -> Figures:
         table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="redis-"))
         feed = Feed(store, open_sink(held.enter_context(redis_server.running(Path(folder)))), consumer="redis")
-        held.callback(feed.close)
         benchmark = ["redis-benchmark", "-s", f"{folder}/socket", "-t", "set", "--csv", "-r", rows, "-d", 4 * dim]
         for turn in range(config["repetitions"] + 2):  # the first is a full copy, the second warms up
             ids = torch.randperm(rows)[: changed if turn else rows]
@@ -211,17 +210,17 @@ def _index(request: Run, _figures: Figures) -> Figures:
         table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=items, embedding_dim=dim))
         sink = runpy.run_path(str(ROOT / "examples" / "online" / "index.py"))["ItemIndex"](dim)
         centres = torch.randn(items // 100, dim)
-        with contextlib.closing(Feed(store, sink, consumer="index")) as feed:
-            for turn in range(config["repetitions"] + 1):  # first all but some; then a part changes, and one is new
-                old, new = torch.randperm(items - 100), torch.tensor([items - 1 - turn])
-                ids = torch.cat([old[:changed] if turn else old, new])
-                rows = normalized(centres[ids % len(centres)] + torch.randn(len(ids), dim))
-                begun = time.perf_counter()
-                table.write(ids, rows)
-                store.commit()
-                feed.step()
-                assert sink.nearest(rows[-1].numpy(), 1) == new.tolist()
-                seconds.append(time.perf_counter() - begun)
+        feed = Feed(store, sink, consumer="index")
+        for turn in range(config["repetitions"] + 1):  # first all but some; then a part changes, and one is new
+            old, new = torch.randperm(items - 100), torch.tensor([items - 1 - turn])
+            ids = torch.cat([old[:changed] if turn else old, new])
+            rows = normalized(centres[ids % len(centres)] + torch.randn(len(ids), dim))
+            begun = time.perf_counter()
+            table.write(ids, rows)
+            store.commit()
+            feed.step()
+            assert sink.nearest(rows[-1].numpy(), 1) == new.tolist()
+            seconds.append(time.perf_counter() - begun)
         here = torch.cat([*table.written()])
         queries, every = normalized(centres[:200] + torch.randn(len(centres[:200]), dim)), table.read(here)
         exact = here[(queries @ every.T).topk(100).indices].tolist()

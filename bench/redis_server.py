@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 COMMAND: Final = shutil.which("redis-server")
-_OPTIONS: Final = ("--port", "0", "--save", "", "--appendonly", "no", "--unixsocket", "socket", "--logfile", "log")
+OPTIONS: Final = ("--port", "0", "--save", "", "--appendonly", "no", "--unixsocket", "socket", "--logfile", "log")
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def running(folder: Path) -> Iterator[str]:
     """Its URL. Its socket is in the folder, whose name must be short; nothing is kept on disk."""
     assert COMMAND is not None, "redis-server is not installed"
     path, end = str(folder / "socket"), time.monotonic() + 30
-    with subprocess.Popen([COMMAND, *_OPTIONS], cwd=folder) as server, socket.socket(socket.AF_UNIX) as client:
+    with subprocess.Popen([COMMAND, *OPTIONS], cwd=folder) as server, socket.socket(socket.AF_UNIX) as client:
         try:
             while client.connect_ex(path):
                 assert time.monotonic() < end, f"redis-server does not answer: {folder / 'log'}"

@@ -148,7 +148,7 @@ def test_root_links_lead_to_the_layers_and_do_not_hide_the_standard_library() ->
     assert run_python(code, str(ROOT)).strip() == "<class '_io.BytesIO'>"
 
 
-MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc"}
+MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc", "redis[hiredis]": "redis"}
 BROUGHT = {"llvmlite", "triton"}  # what numba and torch depend on
 FOR_OTHERS = {"gcsfs", "s3fs"}  # what fsspec imports
 
@@ -164,9 +164,8 @@ def imported() -> Iterator[str]:
 
 
 def test_what_is_imported_is_asked_for_and_nothing_else() -> None:
-    extras = [
-        each for extra in ("parquet", "remote", "serve", "shell") for each in PROJECT["optional-dependencies"][extra]
-    ]
+    names = ("feed", "parquet", "remote", "serve", "shell")
+    extras = [each for extra in names for each in PROJECT["optional-dependencies"][extra]]
     asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)} - FOR_OTHERS
     used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
     assert {MODULES.get(name, name) for name in asked} == used - BROUGHT

@@ -8,20 +8,28 @@ import shlex
 import signal
 import subprocess
 import sysconfig
+import tempfile
 import textwrap
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import tierstore
+from bench import redis_server
 from bench.data import ROOT, examples
 from docs import reference
 from docs.generate import load_results, pages, stale_plots
 from docs.headline import headline
+from tests.serve.loops import wait_for
 from tierstore.cli import main
+from tierstore.train import load, row_ids
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -102,21 +110,28 @@ def run_python(block: str, name: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+@contextlib.contextmanager
+def shell(block: str, **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A shell that runs it; in the end what it left is killed."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["sh", "-e", "-c", block]
+    with subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options) as running:
+        try:
+            yield running
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+
+
 def run_shell(block: str) -> None:
     """Commands of ours at the end run in this process: to start one takes longer than most of them do."""
     lines, own = block.replace("\\\n", " ").splitlines(), list[str]()
     while lines and lines[-1].startswith("tierstore ") and not _OF_THE_SHELL & set(lines[-1].partition(" #")[0]):
         own.append(lines.pop())
     if lines:
-        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = ["sh", "-e", "-c", "\n".join(lines)]
-        shell = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            assert shell.wait() == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
-                os.killpg(shell.pid, signal.SIGKILL)
+        with shell("\n".join(lines), stdin=subprocess.DEVNULL) as running:
+            assert running.wait() == 0
     for line in reversed(own):
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
 
@@ -166,6 +181,57 @@ def test_the_run_from_the_command_line_follows_that_in_python(tmp_path, monkeypa
     run_shell(resumed)
     with tierstore.open("visits-2", mode="r") as shell:
         assert shell.version == 2
+
+
+def test_four_commands_keep_a_model_a_replica_a_redis_and_an_index_fresh(tmp_path, monkeypatch):
+    """Those of docs/online.md: a row that a file brings is in all of them, with the same bits."""
+    redis = pytest.importorskip("redis", reason="needs redis-py: pip install redis")
+    pytest.importorskip("usearch", reason="needs usearch: pip install usearch")
+    if redis_server.COMMAND is None:
+        pytest.skip("needs a redis-server, as of apt-get install redis-server")
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    text, block = (DOCS / "online.md").read_text().partition("\n## ")[0], first_block(DOCS / "online.md")[1]
+    train, publish, feed, index = re.findall(r"^    (\w+ .*)$", text, re.MULTILINE)
+    run_shell(block.partition("touch")[0])
+    row = row_ids(load("run.toml"), "item", [1500]).item()
+    with contextlib.ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="redis-")))
+        url = held.enter_context(redis_server.running(folder))
+        client = held.enter_context(redis.Redis.from_url(url))
+
+        def begin(line, **options):
+            return held.enter_context(shell(line, **options))
+
+        def served():
+            inputs = [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [row]}]
+            try:
+                answer = httpx.post("http://127.0.0.1:8000/v2/models/rows.item/infer", json={"inputs": inputs})
+                return np.array(answer.json()["outputs"][0]["data"], "<f4").tobytes()
+            except (httpx.TransportError, KeyError):  # it begins, or has no table yet
+                return None
+
+        def is_found():
+            print(row, file=asked.stdin, flush=True)
+            return bool(asked.stdout.readline().strip())
+
+        begin(train)
+
+        def has_rows():
+            time.sleep(0.1)
+            with contextlib.suppress(tierstore.errors.TierstoreError), tierstore.open("live", mode="r") as store:
+                return store.version
+
+        wait_for(has_rows)
+        begin(publish)
+        begin(feed.replace("redis://127.0.0.1:6379/0", url))
+        asked = begin(index, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        wait_for(lambda: served() and client.exists("live#position"))
+        assert (client.get(f"live:item:{row}"), is_found()) == (None, False)
+        lines = "".join(f"{1.8e9 + 2000 + number},1,5,1500\n" for number in range(256))
+        Path("clicks/.2.csv").write_text(f"time,clicked,user,item\n{lines}")
+        Path("clicks/.2.csv").rename("clicks/2.csv")
+        wait_for(lambda: is_found() and served() == client.get(f"live:item:{row}"))
 
 
 @pytest.mark.parametrize("rule", [torch.optim.SparseAdam, torch.optim.Adam])

@@ -52,7 +52,10 @@ if __name__ == "__main__":
     with tierstore.open(sys.argv[1], mode="r", ddr="64MiB") as store:
         table = store[sys.argv[2]]
         sink = ItemIndex(table.config.embedding_dim)
-        feed = Feed(store, sink, consumer="index", tables=[table.name])
+        say = partial(print, file=sys.stderr)
+        feed = Feed(store, sink, consumer="index", tables=[table.name], say=say)
+        feed.step()
         threading.Thread(target=follow, args=[feed], daemon=True).start()
         for line in sys.stdin:
-            print(*sink.nearest(sink.index[int(line)], 10))
+            row = sink.index[int(line)]
+            print(*([] if row is None else sink.nearest(row, 10)), flush=True)

@@ -27,12 +27,11 @@ KNOWN = {
     "tierstore/cli/entry.py": ["importlib"],
     "tierstore/dist/ranks.py": ["loads"],
     "tierstore/system/__init__.py": ["importlib"],
-    "tierstore/feed/base.py": ["importlib"],
     "tierstore/train/build.py": ["importlib"],
     "tierstore/warm_up/ahead.py": ["importlib", "load"],
 }
 """``__init__``, ``entry`` and ``system`` import modules of this package, ``build`` what the user's own run file names
-as its model's class or callbacks, ``feed`` a package that was installed, and nothing that a store names. ``ranks``
+as its model's class or callbacks, and nothing that a store names. ``ranks``
 loads what ranks of its own process group sent, as torch's ``all_gather_object`` does; no file. ``ahead`` what it wrote
 itself, into a pipe: names of kernels of this package, and types."""
 SOURCES = sorted((ROOT / "tierstore").rglob("*.py"))

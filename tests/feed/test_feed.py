@@ -25,6 +25,7 @@ from bench import redis_server
 from bench.data import ROOT, examples
 from tests.children import fork, run
 from tierstore.cli import main
+from tierstore.errors import TierstoreError
 from tierstore.feed import Feed, consumer_of, open_sink
 from tierstore.feed.redis import RedisSink
 from tierstore.store.changes import Change, folder_of
@@ -53,14 +54,16 @@ def new_redis() -> Iterator[Callable[[], str]]:
 
 
 class Shop:
-    """A store that changes at random; ``states``: what it held at each version."""
+    """A store that changes at random; ``states``: what it held at each version. ``calm``: how many changes of rows come
+    with four of tables, or back."""
 
-    def __init__(self, folder: Path) -> None:
-        self.random, self.states = random.Random(1), dict[int, State]()
-        torch.manual_seed(1)  # an index is approximate
+    def __init__(self, folder: Path, seed: int = 1, dtype: str = "bfloat16", calm: int = 4) -> None:
+        self.random, self.states, self.dtype, self.calm = random.Random(seed), dict[int, State](), dtype, calm
+        torch.manual_seed(seed)  # an index is approximate
         self.store = tierstore.open(folder, keep=3, **SMALL)
-        self.create("item", {})
-        self.create("user", {"ids": tierstore.DynamicIds(), "num_embeddings": 64})
+        if not self.store.tables:
+            self.create("item", {})
+            self.create("user", {"ids": tierstore.DynamicIds(), "num_embeddings": 64})
         self.commit()
 
     def create(self, name: str, fields: dict[str, Any]) -> None:
@@ -83,10 +86,10 @@ class Shop:
         changes: list[Callable[[], object]] = [
             lambda: self.store.change_table("item", num_embeddings=rows + 100),
             lambda: self.store.rollback(self.store.versions[0]),
-            lambda: self.store.drop_table(extra) if extra else self.create("a/b:c", {"dtype": "bfloat16"}),
+            lambda: self.store.drop_table(extra) if extra else self.create("a/b:c", {"dtype": self.dtype}),
             lambda: self.store.change_table(extra, name=f"{extra}'") if extra else None,
         ]
-        self.random.choice([lambda: None] * 4 + changes)()
+        self.random.choice([lambda: None] * self.calm + changes)()
         self.store["item"].write(torch.tensor([self.random.randrange(500)]), torch.randn(1, DIM))
         self.commit()
 
@@ -130,6 +133,14 @@ def in_redis(url: str) -> State:
     return found
 
 
+def in_index(sink: Any) -> State:
+    """Its rows; a search finds the best one for nearly each, as an approximate index does."""
+    found = {int(key) - (int(key) >> 63 << 64): sink.index[key] for key in sink.index.keys}
+    best = {key: max(found, key=lambda other, query=query: float(query @ found[other])) for key, query in found.items()}
+    assert sum(sink.nearest(found[key], 1) == [best[key]] for key in found) >= 0.9 * len(found)
+    return {"user": {key: row.tobytes() for key, row in found.items()}} if found else {}
+
+
 def live(folder: Path, place: str, read: Callable[[str], State], kills: int) -> None:
     """Change a store, and feed it from forks, most of which are killed at some call that the feed makes; the first, of
     the same full copy, near its end."""
@@ -171,10 +182,8 @@ def take(directory: Path, place: str, last: int) -> int:
             if calls == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    with (
-        tierstore.open(directory, mode="r", **SMALL) as store, contextlib.closing(open_sink(place)) as sink,
-        contextlib.closing(Feed(store, sink, consumer="feed", say=lambda _: None)) as feed,
-    ):  # fmt: skip
+    with tierstore.open(directory, mode="r", **SMALL) as store, contextlib.closing(open_sink(place)) as sink:
+        feed = Feed(store, sink, consumer="feed", say=lambda _: None)
         sys.setprofile(count)
         feed.step()
         sys.setprofile(None)
@@ -230,11 +239,9 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     monkeypatch.setattr("tierstore.feed.base.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     with (
         shop.store, tierstore.open(shop.store.directory, mode="r", **SMALL) as store,
-        contextlib.closing(open_sink(url)) as sink,
-        contextlib.closing(Feed(store, sink, consumer="feed", say=said.append)) as feed,
-        pytest.raises(KeyboardInterrupt),
+        contextlib.closing(open_sink(url)) as sink, pytest.raises(KeyboardInterrupt),
     ):  # fmt: skip
-        feed.follow()
+        Feed(store, sink, consumer="feed", say=said.append).follow()
     assert sum("all rows" in each for each in said) == 5
     assert sum(each.startswith("waiting, then again: ") for each in said) == 3
 
@@ -268,6 +275,33 @@ def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(
     assert all(each in metrics for each in [*shown, "tierstore_feed_event_time_seconds NaN\n"])
 
 
+def test_a_sink_takes_the_rows_of_one_store(
+    new_redis: Callable[[], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import redis
+
+    url, shop, other = new_redis(), Shop(tmp_path / "shop"), Shop(tmp_path / "other", 2)
+    first = Feed(shop.store, open_sink(url), consumer="feed")
+
+    class Late(RedisSink):
+        def position(self) -> Any:
+            found = super().position()
+            first.step()
+            return found
+
+    with shop.store, other.store:
+        with pytest.raises(TierstoreError, match="prefix tierstore was started again, or another feed writes there"):
+            Feed(other.store, Late(url), consumer="feed").step()
+        for place, name in ((url, f"{url}, prefix tierstore"), (str(tmp_path / "fed"), str(tmp_path / "fed"))):
+            for directory, status in (("shop", 0), ("other", 2), ("shop", 0)):
+                assert main(["feed", str(tmp_path / directory), "--to", place, "--once"]) == status
+            assert f"{name} holds rows of another store" in capsys.readouterr().err
+        assert in_redis(url) == shop.state
+        redis.Redis.from_url(url).set("tierstore#position", "null")
+        Feed(other.store, open_sink(url), consumer="feed").step()
+        assert in_redis(url) == other.state
+
+
 def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callable[[], str], tmp_path: Path) -> None:
     import redis
 
@@ -288,20 +322,16 @@ def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:
     pytest.importorskip("usearch", reason="needs usearch: pip install usearch")
     sink, shop = runpy.run_path(str(ROOT / "examples/online/index.py"))["ItemIndex"](DIM), Shop(tmp_path / "shop")
     feed = Feed(shop.store, sink, consumer="index", tables=["user"])
-    with shop.store, contextlib.closing(feed):
+    with shop.store:
         for _ in range(12):
             shop.change()
             feed.step()
-            found = {int(key) - (int(key) >> 63 << 64): sink.index[key] for key in sink.index.keys}
-            assert {key: row.tobytes() for key, row in found.items()} == shop.state.get("user", {})
-            for query in [*found.values()][:5]:
-                assert sink.nearest(query, 1) == sorted(found, key=lambda key: -float(query @ found[key]))[:1]
+            assert in_index(sink) == {name: rows for name, rows in shop.state.items() if name == "user"}
 
 
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
-        (["--to", "fed", "--follow"], 2, "give one of them"),
         (["--to", "fed", "--ttl", "9"], 2, "--ttl goes with --to redis://"),
         (["--to", "own:Sink", "--prefix", "a"], 2, "--prefix goes with --to redis://"),
         (["--to", "nowhere:Sink"], 2, "cannot be imported"),
@@ -310,18 +340,18 @@ def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:
         (["--to", "fed", "--consumer", "a/b"], 2, "consumer='a/b'"),
         (["--to", "wrong"], 1, "no commit of a feed"),
         (["--to", "held"], 1, "is written by another feed"),
-        (["--to", "redis://user:secret@localhost:1/0"], 1, "tierstore: localhost:1/0: "),
-        (["--to", "unix:///nowhere?password=secret"], 1, "tierstore: unix:///nowhere: "),
+        (["--to", "redis://user:secret@localhost:1/0"], 1, "tierstore: redis://localhost:1/0, prefix tierstore: "),
+        (["--to", "unix:///nowhere?password=secret"], 1, "tierstore: unix:///nowhere, prefix tierstore: "),
         (["--to", "redis://localhost:1/0", "--prefix", "a:b"], 2, "prefix='a:b'"),
         (["--to", "redis://localhost:1/0", "--ttl", "0"], 2, "ttl=0"),
-        (["--to", "redis://localhost"], 1, 'pip install redis, or "tierstore[feed]"'),
+        (["--to", "redis://localhost"], 1, "redis://localhost needs more packages"),
     ],
 )
 def test_what_is_wrong_is_refused(
     words: list[str], status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if "pip install" in text:
+    if "packages" in text:
         monkeypatch.setitem(sys.modules, "redis", None)
     elif "redis:" in words[1]:
         pytest.importorskip("redis")

@@ -261,9 +261,8 @@ def test_only_rows_that_changed_come_and_a_gap_or_a_copy_is_a_full_copy(
 def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
     store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise Killed
+    def kill(_: Path) -> None:
+        raise Killed
 
     with tierstore.open(cold="memory") as memory, pytest.raises(errors.TierstoreError, match="in memory, or sharded"):
         memory.changes("c")
@@ -297,7 +296,7 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
                     stale()
             again = iter(store.changes("c"))
             with monkeypatch.context() as patched, contextlib.suppress(Killed):
-                patched.setattr("shutil.rmtree", kill)
+                patched.setattr("tierstore.system.files.sync_directory", kill)
                 store.forget_consumer("c")
             with pytest.raises(errors.ClosedError):
                 next(again)
@@ -312,6 +311,19 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
         receiver = Receiver()
         assert all(receiver.take(each) for each in store.changes("c"))
         assert receiver.contents == contents(tmp_path / "small")
+
+
+def test_ids_of_a_dropped_table_are_deleted_with_the_change_after(store_dir: Path) -> None:
+    with make(store_dir) as store:
+        shape: dict[str, Any] = {"num_embeddings": 9, "embedding_dim": 4}
+        for name in ("user", "user", "tag"):
+            store.create_table(tierstore.TableConfig(name=name, ids=tierstore.DynamicIds(), **shape))
+            store[name].admit(torch.tensor([7]))
+            for row in range(2):
+                change(store, [row])
+                taken(store)
+            assert len([*store_dir.glob("consumers/c/*.ids")]) == 1
+            store.drop_table(name)
 
 
 @pytest.mark.parametrize("damaged", ["cursor.json", "0.ids", "missing", "vector"])

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import TableError
-from ..system.checks import excerpt
+from ..system.checks import excerpt, packages_for
 from ..system.sizes import format_count, format_size
 from ..system.terminal import arg, byte_bar, command, progress_bar
 
 if TYPE_CHECKING:
     from .. import optim
     from ..exchange import ImportReport
-    from ..feed import Feed
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -418,8 +417,6 @@ def _feed(options: argparse.Namespace) -> int:
     from ..store import open_store
     from ..train.build import loaded
 
-    if options.once and options.follow:
-        raise ValueError("--once ends and --follow goes on: give one of them")
     given = {name: value for name in ("prefix", "dtype", "ttl") if (value := getattr(options, name)) is not None}
     is_own = not given and re.fullmatch(r"[\w.]+:[\w.]+", options.to)
     consumer = options.consumer or consumer_of(options.to, options.prefix or "")
@@ -427,9 +424,7 @@ def _feed(options: argparse.Namespace) -> int:
         sink = loaded(options.to, "--to")() if is_own else open_sink(options.to, **given)
         held.callback(sink.close)
         store = held.enter_context(open_store(options.directory, mode="r", ddr=0))
-        show, say = partial(progress_bar, "feed", unit=" rows", unit_scale=True), partial(print, flush=True)
-        feed = Feed(store, sink, consumer=consumer, tables=options.table, say=say, progress=show)
-        held.callback(feed.close)
+        feed = Feed(store, sink, consumer=consumer, tables=options.table, say=partial(print, flush=True))
         if options.metrics_port is not None:
             _offer_metrics(feed, options.metrics_port)
         if options.once:
@@ -440,10 +435,9 @@ def _feed(options: argparse.Namespace) -> int:
     return 0
 
 
-def _offer_metrics(feed: "Feed", port: int) -> None:
-    from ..feed.base import needed
-
-    prometheus = needed("prometheus_client", "--metrics-port")
+def _offer_metrics(feed: object, port: int) -> None:
+    with packages_for("--metrics-port", "prometheus-client"):
+        import prometheus_client as prometheus
     registry = prometheus.CollectorRegistry()
     for key, name in {"rows_total": "num_rows", "version": "version", "event_time_seconds": "event_time"}.items():
         gauge = prometheus.Gauge(f"tierstore_feed_{key}", f"{name} of tierstore.feed.Feed", registry=registry)
@@ -456,7 +450,7 @@ FEED: Final = command(
     (
         DIRECTORY,
         arg("--to", required=True, metavar="SINK", help="folder, redis://HOST:PORT/DB, or package.module:Class"),
-        arg("--follow", help="go on with each commit, until Ctrl-C; the default"),
+        arg("--follow", action="store_const", const=False, dest="once", help="go on until Ctrl-C; the default"),
         arg("--once", help="take what is new, and end"),
         arg("--table", action="append", default=[], metavar="NAME", help="a table to take; default: all"),
         arg("--consumer", metavar="NAME", help="of the store's cursor for this sink (default: made of SINK)"),

@@ -17,7 +17,7 @@ from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.sections import nearest
 from ..system import __version__
-from ..system.checks import excerpt
+from ..system.checks import excerpt, packages_for
 from ..system.processes import launched_rank
 from ..system.sizes import format_count
 from ..system.terminal import Command, KeyFlags, arg, byte_bar, command, group, key_arguments, show_help
@@ -303,10 +303,8 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _completion(options: argparse.Namespace) -> int:
-    try:
+    with packages_for("completion", "shtab"):
         import shtab
-    except ModuleNotFoundError:
-        raise ImportError("completion needs one more package: pip install shtab") from None
     print(shtab.complete(build_parser(None), options.shell))
     return 0
 

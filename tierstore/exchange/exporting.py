@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.base import Use
 from ..store import Store, Table, open_store
+from ..system.checks import packages_for
 from ..system.files import partial_file, require_room, write_all
 from .rows import chunks, numbered, read_keys
 from .tensor_files import (
@@ -127,10 +128,7 @@ def export_store(
 def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -> ExportReport:
     ids = None if table.ids is None else table.ids.listed()
     rows, dim = table.config.num_embeddings if ids is None else len(ids), table.config.embedding_dim
-    with (
-        partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file,
-        _row_writer(file, path, rows, dim) as write
-    ):  # fmt: skip
+    with row_writer(path, rows, dim, force=force) as write:
         require_room(path, _OF_ROWS[path.suffix] * rows * dim)
         for start, stop in chunks(table, rows):
             part = np.arange(start, stop) if ids is None else ids[start:stop]
@@ -140,25 +138,29 @@ def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -
 
 
 @contextlib.contextmanager
-def _row_writer(file: BinaryIO, path: Path, rows: int, dim: int) -> Iterator[Callable[[Int64s, Floats], object]]:
-    """Takes ids and values of rows, in parts."""
-    if path.suffix == ".npy":
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
-        yield lambda _, values: file.write(values.tobytes())
-        return
-    try:
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-    except ModuleNotFoundError:
-        raise ImportError(f"{path}: {path.suffix} files need one more package: pip install pyarrow") from None
-    is_csv, vectors = path.suffix == ".csv", pa.FixedSizeListArray.from_arrays
-    columns = [f"c{column}" for column in range(dim)] if is_csv else ["vector"]
-    kind = pa.float32() if is_csv else pa.list_(pa.float32(), dim)
-    schema = pa.schema({"id": pa.int64()} | dict.fromkeys(columns, kind))
-    with (csv.CSVWriter if is_csv else parquet.ParquetWriter)(file, schema) as writer:
-        yield lambda ids, values: writer.write_table(
-            pa.table([ids, *(values.T if is_csv else [vectors(pa.array(values.ravel()), dim)])], schema=schema)
-        )
+def row_writer(path: Path, rows: int, dim: int, *, force: bool) -> Iterator[Callable[[Int64s, Any], object]]:
+    """A new file, which takes ids and values of rows, in parts; None, in Parquet: null. ``rows``: of .npy, in all.
+    Errors as of ``partial_file``. ImportError."""
+    with partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        if path.suffix == ".npy":
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
+            yield lambda _, values: file.write(values.tobytes())
+            return
+        with packages_for(str(path), "pyarrow"):
+            import pyarrow as pa
+            from pyarrow import csv, parquet
+        is_csv, kind = path.suffix == ".csv", pa.list_(pa.float32(), dim)
+        columns = {f"c{column}": pa.float32() for column in range(dim)} if is_csv else {"vector": kind}
+        schema = pa.schema({"id": pa.int64()} | columns)
+
+        def write(ids: Int64s, values: Floats | None) -> None:
+            parts = [pa.nulls(len(ids), kind)] if values is None else values.T
+            if values is not None and not is_csv:
+                parts = [pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), dim)]
+            writer.write_table(pa.table([ids, *parts], schema=schema))
+
+        with (csv.CSVWriter if is_csv else parquet.ParquetWriter)(file, schema) as writer:
+            yield write
 
 
 def _export_safetensors(

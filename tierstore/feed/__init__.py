@@ -6,6 +6,8 @@ import zlib
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..system import places
+from . import parquet, redis
 from .base import Feed, Position, Sink
 
 __all__ = ["Feed", "Position", "Sink", "consumer_of", "open_sink"]
@@ -13,21 +15,16 @@ __all__ = ["Feed", "Position", "Sink", "consumer_of", "open_sink"]
 
 def consumer_of(place: str, prefix: str) -> str:
     """A consumer's name for a sink, without secrets: its readable part, and a checksum of all that tells it apart."""
-    url, place = urlsplit(place), place if ":" in place else os.path.abspath(place)
-    shown = place.partition("?")[0].rpartition("@")[2].rpartition("://")[2]
-    key = repr((url.scheme, shown, parse_qs(url.query).get("db"), prefix))
-    return re.sub(r"[^A-Za-z0-9]+", "-", f"{shown[-80:]}-{zlib.crc32(key.encode()):08x}").strip("-")
+    name = places.shown(place if ":" in place else os.path.abspath(place))
+    key = repr((name, parse_qs(urlsplit(place).query).get("db"), prefix))
+    return re.sub(r"[^A-Za-z0-9]+", "-", f"{name[-80:]}-{zlib.crc32(key.encode()):08x}").strip("-")
 
 
 def open_sink(place: str, **settings: Any) -> Sink:
     """The sink of a folder; or of ``redis://``, ``rediss://`` or ``unix://``, with ``settings`` of ``RedisSink``.
     ValueError, ImportError, TierstoreError, OSError: it cannot be opened."""
     if re.match("(rediss?|unix)://", place):
-        from .redis import RedisSink
-
-        return RedisSink(place, **settings)
+        return redis.RedisSink(place, **settings)
     if settings:
         raise ValueError(f"--{min(settings)} goes with --to redis://HOST:PORT/DB, not with {place}; leave it out")
-    from .parquet import ParquetSink
-
-    return ParquetSink(place)
+    return parquet.ParquetSink(place)

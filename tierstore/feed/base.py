@@ -5,38 +5,39 @@ that began again with an older snapshot, or is none that the store's commits wer
 """
 
 import abc
-import importlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ClosedError, StoreReplacedError, TierstoreError
 from ..store import Store
-from ..store.changes import Change, ChangedBatch, ChangeFeed, Cursor, folder_of
+from ..store.changes import Change, ChangedBatch, ChangeFeed
 from ..system.sizes import format_count
 
-_LOOK_SECONDS: Final = 0.2
-Progress = AbstractContextManager[Callable[[int, int], None]]
+_LOOK_SECONDS, _SAY_SECONDS = 0.2, 10.0
 
 
 class Position(NamedTuple):
-    """A commit whose rows a sink holds, and the tables that were asked for; none: all. ``shown``: place and name of
-    each table that the store had, as a change of these is part of no commit."""
+    """A commit whose rows a sink holds, and the tables that were asked for; none: all. ``shown``: ``Change.places``, as
+    a change of these is part of no commit. ``store_id``: of the store; None of what an older release wrote."""
 
     version: int
     commit_id: str
     tables: list[str]
-    shown: list[list[Any]] | None = None
+    shown: Sequence[list[Any]] | None = None
+    store_id: str | None = None
 
 
 class Sink(abc.ABC):
-    """What a feed fills; ``--to package.module:Class`` makes one of yours, without arguments."""
+    """What a feed fills; ``--to package.module:Class`` makes one of yours, without arguments. ``name``: for errors."""
+
+    name = "the sink"
 
     @abc.abstractmethod
     def position(self) -> Position | None:
-        """Of the last whole change; None of a new sink, and if one with ``is_full`` was not taken to its end."""
+        """Of the last whole change. None of a new sink, and, or version 0, if one with ``is_full`` was not taken to its
+        end."""
 
     @abc.abstractmethod
     def apply(self, change: Change, batches: Iterator[ChangedBatch], position: Position) -> None:
@@ -53,13 +54,12 @@ class Sink(abc.ABC):
 
 
 class Feed:
-    """One store and one sink.
+    """One store and one sink. The store's ``close`` ends it.
 
     Args:
         consumer: the name of the store's cursor.
         tables: names of those to take; default: all. TableError: no such table.
-        say: told in a line what was done.
-        progress: opens, for a change, what is called with its rows so far, and those that the tables may have.
+        say: told in a line what was done, and, after each 10 s of a change, how far that is.
 
     Attributes:
         num_rows: that the sink took so far, deleted ones included.
@@ -68,25 +68,24 @@ class Feed:
 
     def __init__(
         self, store: Store, sink: Sink, *, consumer: str, tables: Sequence[str] = (),
-        say: Callable[[str], None] = print, progress: Callable[[], Progress] = lambda: nullcontext(lambda *_: None),
+        say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         self.num_rows, self.version, self.event_time = 0, 0, math.nan
-        self._store, self._sink, self._consumer, self._say, self._progress = store, sink, consumer, say, progress
+        self._store, self._sink, self._consumer, self._say = store, sink, consumer, say
         self._tables = sorted({store[name].name for name in tables})
         self._changes: ChangeFeed | None = None
         self._position: Position | None = None
 
     def step(self) -> int:
-        """Have the sink hold the newest commit; how many changes that took. Errors: the sink's, ``Store.changes``'."""
+        """Have the sink hold the newest commit; how many changes that took. Errors: the sink's, ``Store.changes``'.
+        ValueError: it holds rows of another store."""
         count = 0
-        for change in self._open():
+        for change in (changes := self._open()):
             begun, before = time.monotonic(), self.num_rows
-            position = Position(change.version, change.commit_id, self._tables, change.places)
-            with self._progress() as show:
-                self._sink.apply(change, self._counted(change, show), position)
+            position = Position(change.version, change.commit_id, self._tables, change.places, changes.store_id)
+            self._sink.apply(change, self._counted(change), position)
             change.ack()
-            count += 1
-            self._position, self.version = position, change.version
+            self._position, self.version, count = position, change.version, count + 1
             self.event_time = math.nan if change.event_time is None else change.event_time
             rows = f"{'all rows, ' if change.is_full else ''}{format_count(self.num_rows - before, 'row')}"
             self._say(f"version {change.version}: {rows} in {time.monotonic() - begun:.1f} s")
@@ -109,43 +108,30 @@ class Feed:
     def _open(self) -> ChangeFeed:
         """The changes since what the sink holds."""
         if (position := self._sink.position()) != self._position or self._changes is None:
-            self.close()
+            self._changes = None
             self._store.refresh()
-            self._changes = self._store.changes(self._consumer, since=self._since(position))
-            self._position, self.version = position, position.version if position else 0
+            changes = self._store.changes(self._consumer)
+            if position is None or not self._goes_on(position, changes):
+                changes = self._store.changes(self._consumer, since=0)
+            self._changes, self._position, self.version = changes, position, position.version if position else 0
         return self._changes
 
-    def _since(self, position: Position | None) -> int:
-        if position is None:
-            return 0
-        cursor = Cursor.load(folder_of(self._store.directory, self._consumer))
-        commit_id = self._store.commit_id(position.version)
-        if position[1:] != (commit_id, self._tables, cursor.places):
+    def _goes_on(self, position: Position, changes: ChangeFeed) -> bool:
+        """Whether the sink has all that the cursor says; it may have a change that was not acknowledged. ValueError."""
+        if position.store_id not in (None, changes.store_id):
+            way = "give this one another --to or --prefix"
+            raise ValueError(f"{self._sink.name} holds rows of another store, {position.store_id}: {way}")
+        found = self._store.commit_id(position.version), self._tables, changes.cursor.tables
+        if position[1:4] != found:
             self._say(f"the sink's version {position.version} is of another commit, or other tables: it gets all rows")
-            return 0
-        # The sink may have a change that was not acknowledged.
-        return min(position.version, cursor.version)
+        return position[1:4] == found and position.version >= changes.cursor.acked.version
 
-    def _counted(self, change: Change, show: Callable[[int, int], None]) -> Iterator[ChangedBatch]:
-        rows = {each.name: each.num_embeddings for each in change.tables if each.name in (self._tables or [each.name])}
-        before = self.num_rows
+    def _counted(self, change: Change) -> Iterator[ChangedBatch]:
+        before, due = self.num_rows, time.monotonic() + _SAY_SECONDS
         for batch in change.rows():
-            if batch.table in rows:
+            if not self._tables or batch.table in self._tables:
                 yield batch
                 self.num_rows += len(batch.ids)
-                show(self.num_rows - before, sum(rows.values()))
-
-    def close(self) -> None:
-        """Let others take the consumer's changes. May be called twice."""
-        if self._changes is not None:
-            self._changes.close()
-        self._changes = None
-
-
-def needed(module: str, what: str) -> Any:
-    """A package of the extra ``feed``; ImportError if it is not there."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        name = module.partition(".")[0]
-        raise ImportError(f'{what} takes {name}: pip install {name}, or "tierstore[feed]"') from None
+            if time.monotonic() > due:
+                self._say(f"version {change.version}: {format_count(self.num_rows - before, 'row')} so far")
+                due += _SAY_SECONDS

@@ -1,14 +1,13 @@
 """Rows in Redis: the value of the key ``PREFIX:TABLE:ID`` is the row's bytes, little-endian.
 
-``PREFIX#position`` is the sink's position in JSON; null while a full copy is taken.
+``PREFIX#position`` is the sink's position in JSON, version 0 while a full copy is taken.
 """
 
 import contextlib
-import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +16,9 @@ import torch
 from ..errors import TierstoreError
 from ..kernels.arrays import Int64s
 from ..store.changes import Change, ChangedBatch
-from ..system.checks import excerpt, require_choice, require_int
-from .base import Position, Sink, needed
+from ..system.checks import excerpt, packages_for, require_choice, require_int
+from ..system.places import shown
+from .base import Position, Sink
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _KEY: Final = re.compile(rb"(.*):(-?\d+)", re.DOTALL)
@@ -42,97 +42,94 @@ class RedisSink(Sink):
     """
 
     def __init__(self, url: str, *, prefix: str = "tierstore", dtype: str = "float32", ttl: int | None = None) -> None:
-        self._place = url.partition("?")[0].rpartition("@")[2]  # without secrets
-        redis = needed("redis", self._place)
+        with packages_for(shown(url), "redis"):
+            import redis
         if not _PREFIX.fullmatch(prefix):
             raise ValueError(f"prefix={excerpt(prefix)} may have letters, digits, '_', '.' and '-', as in 'shop'")
         require_choice(dtype, ("float32", "stored"), "dtype")
-        self._expires = [] if ttl is None else ["EX", require_int(ttl, "ttl", 1, 2**31)]
-        self._prefix, self._is_stored = prefix, dtype == "stored"
-        self._position, self._run_id = f"{prefix}#position", ""
-        self._error, self._redis = redis.RedisError, redis.Redis.from_url(url, socket_timeout=_SECONDS)
+        self._ttl = None if ttl is None else require_int(ttl, "ttl", 1, 2**31)
+        self._rows, self._position, self._is_stored = f"{prefix}:", f"{prefix}#position", dtype == "stored"
+        self._seen: tuple[str, bytes | None] = "", None  # the server's process, and what the position was
+        self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
+        self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
         with self._errors():
-            if not self._redis.exists(self._position) and next(self._keys(), None):
-                raise ValueError(f"{self._place} has keys {prefix}:... that no feed wrote: choose another prefix")
+            if not self._redis.exists(self._position) and next(self._redis.scan_iter(f"{self._rows}*"), None):
+                raise ValueError(f"{self.name}: there are keys that no feed wrote; choose another prefix")
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except self._error as error:
-            raise TierstoreError(f"{self._place}: {error}; the same command goes on once Redis takes rows") from error
+            raise TierstoreError(f"{self.name}: {error}; the same command goes on once Redis takes rows") from error
 
     def position(self) -> Position | None:
         """As ``Sink.position``. ValueError: the key is not a feed's."""
         with self._errors():
-            self._run_id = self._redis.info("server")["run_id"]  # first: after a restart, what was read may be lost
-            found = self._redis.get(self._position) or b"null"
+            # The process first: after a restart, what was read may be lost.
+            self._seen = self._redis.info("server")["run_id"], self._redis.get(self._position)
         try:
-            return None if found == b"null" else Position(*json.loads(found))
+            return Position(*found) if (found := json.loads(self._seen[1] or b"null")) else None
         except (ValueError, TypeError):
-            raise ValueError(f"{self._place}: no feed wrote {self._position}; choose another prefix") from None
+            raise ValueError(f"{self.name}: no feed wrote {self._position}; choose another prefix") from None
 
     def apply(self, change: Change, batches: Iterator[ChangedBatch], position: Position) -> None:
         """Write and delete keys. A full copy deletes what it did not write, for which it needs up to 24 bytes a row."""
         with self._errors():
             if change.is_full:
-                self._redis.set(self._position, "null")
+                self._set(position._replace(version=0, commit_id=""))
             if change.dropped:
-                self._delete((rows for rows in self._keys() if rows[0] in change.dropped), {})
+                self._delete(change.dropped, {})
             kept = defaultdict[str, list[Int64s]](list)
             for batch in batches:
                 self._put(batch)
                 if change.is_full:
                     kept[batch.table].append(batch.ids)
             if change.is_full:
-                self._delete(self._keys(), {table: np.sort(np.concatenate(ids)) for table, ids in kept.items()})
+                self._delete(None, {table: np.sort(np.concatenate(ids)) for table, ids in kept.items()})
             self._set(position)
 
     def _set(self, position: Position) -> None:
-        """Set the position, in the process that ``position`` read it from, or not at all."""
+        """Set the position, unless the process or the position is another than was seen last."""
         with self._redis.pipeline() as pipe:
             pipe.watch(self._position)  # a connection that breaks from here on is an error
-            if pipe.info("server")["run_id"] != self._run_id:
-                raise TierstoreError(f"{self._place} was started again meanwhile: the change must be taken once more")
+            if (pipe.info("server")["run_id"], pipe.get(self._position)) != self._seen:
+                raise TierstoreError(f"{self.name} was started again, or another feed writes there: take it once more")
             pipe.multi()
-            pipe.set(self._position, json.dumps(position))
+            pipe.set(self._position, text := json.dumps(position).encode())
             pipe.execute()
+        self._seen = self._seen[0], text
 
     def _put(self, batch: ChangedBatch) -> None:
-        pipe, keys, values = self._redis.pipeline(transaction=False), self._named(batch.table, batch.ids), batch.values
-        if values is None:
-            for first in range(0, len(keys), _ROWS):
-                pipe.delete(*keys[first : first + _ROWS])
-        else:
-            raw = (values if self._is_stored else values.float()).contiguous().view(torch.uint8).numpy().tobytes()
-            size = len(raw) // len(keys)
-            pairs = zip(keys, (raw[at : at + size] for at in range(0, len(raw), size)), strict=True)
-            for pair in pairs if self._expires else ():
-                pipe.execute_command("SET", *pair, *self._expires)
-            while part := [*itertools.chain.from_iterable(itertools.islice(pairs, _ROWS))]:
-                pipe.execute_command("MSET", *part)
+        head, values, rows = f"{self._rows}{batch.table}:".encode(), batch.values, dict[bytes, bytes]()
+        keys = [b"%b%d" % (head, each) for each in batch.ids.tolist()]
+        if values is not None:
+            raw = (values if self._is_stored else values.float()).contiguous().view(torch.uint8).numpy()
+            rows = dict(zip(keys, map(bytes, raw), strict=True))
+        pipe = self._redis.pipeline(transaction=False)
+        for first in range(0, len(keys), _ROWS):
+            some = keys[first : first + _ROWS]
+            if values is None:
+                pipe.delete(*some)
+            elif self._ttl is None:
+                pipe.mset({key: rows[key] for key in some})
+            else:
+                for key in some:
+                    pipe.set(key, rows[key], ex=self._ttl)
         pipe.execute()
 
-    def _named(self, table: str, ids: Int64s) -> list[bytes]:
-        head = f"{self._prefix}:{table}:".encode()
-        return [b"%b%d" % (head, each) for each in ids.tolist()]
-
-    def _keys(self) -> Iterator[tuple[str, Int64s]]:
-        """Tables and ids of all rows that are there, in parts."""
+    def _delete(self, tables: Collection[str] | None, kept: Mapping[str, Int64s]) -> None:
+        """Delete the rows of tables, None: of all, but for those whose ids, ascending, are kept."""
         cursor: Any = None
         while cursor != 0:
-            cursor, keys = self._redis.scan(cursor or 0, match=f"{self._prefix}:*", count=_PAGE)
-            found = defaultdict[bytes, list[int]](list)
-            for match in filter(None, (_KEY.fullmatch(key, len(self._prefix) + 1) for key in keys)):
-                found[match[1]].append(int(match[2]))
-            yield from ((table.decode(), np.array(ids, np.int64)) for table, ids in found.items())
-
-    def _delete(self, rows: Iterable[tuple[str, Int64s]], kept: Mapping[str, Int64s]) -> None:
-        """Delete rows but for those whose ids, ascending, are kept."""
-        for table, ids in rows:
-            own = kept.get(table, ids[:0])
-            stale = ids[np.searchsorted(own, ids) == np.searchsorted(own, ids, "right")]
-            if len(stale):
+            cursor, keys = self._redis.scan(cursor or 0, match=f"{self._rows}*", count=_PAGE)
+            found = defaultdict[str, list[int]](list)
+            for match in filter(None, (_KEY.fullmatch(key, len(self._rows)) for key in keys)):
+                found[match[1].decode()].append(int(match[2]))
+            for table in found.keys() & (found.keys() if tables is None else tables):
+                ids = np.array(found[table], np.int64)
+                own = kept.get(table, ids[:0])
+                stale = ids[np.searchsorted(own, ids) == np.searchsorted(own, ids, "right")]
                 self._put(ChangedBatch(table, stale, None))
 
     def close(self) -> None:

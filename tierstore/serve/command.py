@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from ..settings.sections import described, nearest, read_toml
+from ..system.checks import packages_for
 from ..system.processes import address
 from ..system.signals import handlers_restored
 from .config import ServeConfig
@@ -65,14 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Serve as the flags say; returns the exit status. ImportError: what only servers need is not installed.
     StoreNotFoundError, DamagedError: there is no store."""
-    try:
+    with packages_for("a server", "'PATH_OF_THE_CHECKOUT[serve]'"):
         from ..store.directory import require_store
         from ..store.recording import require_recordable
         from .program import recording_paths, run, run_workers
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == __package__.partition(".")[0]:
-            raise  # the package is broken: to install others mends nothing
-        raise ImportError(f"{error}; a server needs more packages: pip install 'PATH_OF_THE_CHECKOUT[serve]'") from None
     names = [each.name for each in fields(ServeConfig)]
     given = _read(Path(options.file), names) if options.file else {}
     given |= {name: flag for name in names if (flag := getattr(options, name, None)) is not None}

@@ -88,7 +88,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
-        self._feeds: dict[str, Callable[[], ChangeFeed | None]] = {}
+        self._feeds = weakref.WeakValueDictionary[str, ChangeFeed]()
         self._follows = readonly and version is None and dtype is None
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
@@ -423,14 +423,13 @@ class Store(ClosedWhenDropped, Unpicklable):
                 self.directory, Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), readonly=True,
                 version=None, keep=1, slack=2.0, threads=1, dtype=None, check_finite=None,
             )  # fmt: skip
-        feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
-        self._feeds[consumer] = weakref.ref(feed)
+        self._feeds[consumer] = feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
         return feed
 
     def _end_feed(self, consumer: str) -> Path:
         """The consumer's folder, of which no feed of this store is open."""
         folder = folder_of(self.directory, consumer)
-        if (feed := self._feeds.get(consumer, lambda: None)()) is not None:
+        if (feed := self._feeds.get(consumer)) is not None:
             feed.close()
         settle(_SETTLE_SECONDS)
         return folder
@@ -438,14 +437,15 @@ class Store(ClosedWhenDropped, Unpicklable):
     def consumers(self) -> dict[str, int]:
         """The version that each consumer of ``changes`` acknowledged, by name; 0: a full copy is next."""
         self.require_open()
-        cursors = {each.name: Cursor.load(each) for each in sorted((self.directory / FOLDER).glob("[!.]*/"))}
-        return {name: 0 if each.needs_full(self.commit_id) else each.version for name, each in cursors.items()}
+        folders = sorted(path.parent for path in (self.directory / FOLDER).glob("*/cursor.json"))
+        return {folder.name: Cursor.load(folder).since(self.commit_id) for folder in folders}
 
     def forget_consumer(self, consumer: str) -> None:
         """Delete a consumer's cursor, durably, and end its feed here. ValueError: there is none. TierstoreError: its
         changes are being taken elsewhere."""
         self.require_open()
-        if not (folder := self._end_feed(consumer)).is_dir():
+        folder = self._end_feed(consumer)
+        if not (folder / "cursor.json").exists():
             raise ValueError(f"{self.directory} has no consumer {consumer!r}; consumers() lists them")
         forget(folder)
 
@@ -530,7 +530,7 @@ class Store(ClosedWhenDropped, Unpicklable):
             return
         with contextlib.ExitStack() as last:
             last.callback(self._end, kind)
-            for feed in filter(None, [known() for known in self._feeds.values()]):
+            for feed in list(self._feeds.values()):
                 last.callback(feed.close)
 
     def _end(self, kind: type[BaseException] | None) -> None:

@@ -1,8 +1,9 @@
 """Arguments and settings that are checked before they are used, with errors that say what to give instead; and what
 errors show of a value."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from numbers import Integral
 from typing import Any, Final, NoReturn, TypeVar
@@ -32,6 +33,17 @@ def excerpt_names(names: Collection[str]) -> str:
     """The first few of many names, and how many more there are."""
     shown = ", ".join(excerpt(name).replace("'", "") for name in islice(names, _MAX_NAMES))
     return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown
+
+
+@contextlib.contextmanager
+def packages_for(what: str, names: str) -> Iterator[None]:
+    """Around imports: an ImportError says what they are for, and what to give to pip."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == __package__.partition(".")[0]:
+            raise  # the package is broken: to install others mends nothing
+        raise ImportError(f"{what} needs more packages ({error}): pip install {names}") from None
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:

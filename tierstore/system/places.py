@@ -24,7 +24,7 @@ def local(place: str) -> Path | None:
 
 def shown(url: str) -> str:
     """For messages: without user, password and query."""
-    return re.sub(r"(?<=://)[^/@]*@|\?.*", "", url)
+    return re.sub(r"(?<=://)[^/]*@|\?.*", "", url)
 
 
 @contextlib.contextmanager

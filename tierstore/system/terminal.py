@@ -32,7 +32,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any], tuple[str, str] | None]
 def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
     """An argument; a word with dashes that has no metavar is a flag."""
     is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
-    return names, settings | ({"action": "store_true"} if is_flag else {}), group
+    return names, ({"action": "store_true"} if is_flag else {}) | settings, group
 
 
 KeyFlags = Mapping[str, tuple[str, Callable[[str], object], Any, str]]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..system.checks import packages_for
 from ..system.files import write_text
 from .build import loaded
 from .config import TrainSection
@@ -46,10 +47,8 @@ def listeners(section: TrainSection, step: float, *, resume: bool) -> Iterator[l
             file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
             calls.append(Thinned(lambda record: file.write(_line(record)), section.metrics_every))
         if section.tensorboard:
-            try:
+            with packages_for("train.tensorboard", "tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError("train.tensorboard needs TensorBoard; install it: pip install tensorboard") from error
             if not resume and any(Path(section.tensorboard).glob("events.out.tfevents*")):
                 raise ValueError(f"train.tensorboard = {section.tensorboard!r} has events: name another folder")
             purged = int(step) + 1 if resume and step < math.inf else None

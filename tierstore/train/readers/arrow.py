@@ -15,7 +15,7 @@ import numpy as np
 
 from ...ids.texts import MAX_CATEGORY, CategoryRule, read_texts
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Ids, Int64s
-from ...system.checks import excerpt, excerpt_names
+from ...system.checks import excerpt, excerpt_names, packages_for
 from .base import (
     CRITEO_SCHEMA,
     MAX_REASON,
@@ -149,11 +149,8 @@ class ArrowReader(Reader):
     @contextmanager
     def _explained(self, file: Path) -> Iterator[None]:
         """What pyarrow says of a file becomes an error that names it."""
-        try:
+        with packages_for(f"reading {file}", "'PATH_OF_THE_CHECKOUT[parquet]'"):
             import pyarrow as pa
-        except ImportError as error:
-            message = f"reading {file} needs pyarrow; install it with: pip install 'PATH_OF_THE_CHECKOUT[parquet]'"
-            raise ImportError(message) from error
         require_data_file(file)
         try:
             yield
