@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierstore"
 LINES = {
     "errors": 107, "system": 1371, "settings": 310, "report": 186, "layout": 169, "kernels": 2092, "init": 167,
-    "optim": 888, "ids": 938, "config": 242, "cache": 2058, "io": 6253, "pool": 2444, "hbm": 3066, "lookup": 935,
+    "optim": 888, "ids": 938, "config": 242, "cache": 2058, "io": 6253, "pool": 2443, "hbm": 3066, "lookup": 935,
     "trace": 478, "store": 4751, "exchange": 937, "nn": 2804, "dist": 5214, "models": 398, "metrics": 244,
     "offline": 809, "updates": 1658, "feed": 426, "train": 4671, "plan": 3699, "serve": 6760, "precision": 370,
     "warm_up": 339, "cli": 1431,
