@@ -23,6 +23,7 @@ from tests.serve.models.stores import asked, tensor
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 from tierstore.offline.salvage import salvage
+from tierstore.pool.writeback import WriteBack
 from tierstore.serve.models import Models
 
 BIG = 2**63 - 1
@@ -72,6 +73,23 @@ def test_ids_of_a_batch_under_way_keep_their_rows(tiers):
         del second  # no backward will come
         train(module, 9, 10, 11, 12)
         assert listed(table) == [9, 10, 11, 12]
+
+
+def test_first_values_reach_the_rows_that_a_new_table_moved_meanwhile(monkeypatch):
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table, begin_update = store.create_table(config(rows=4)), WriteBack.begin_update
+        table.admit(torch.arange(4))
+        store.commit()
+        assert table.evict(torch.tensor([1]))
+
+        def begin_after_another(writeback, slots):  # which begins while this one waits for a full outbox
+            monkeypatch.undo()
+            store.create_table(config("new"))
+            begin_update(writeback, slots)
+
+        monkeypatch.setattr(WriteBack, "begin_update", begin_after_another)
+        table.admit(torch.tensor([5]))
+        assert torch.equal(table.read(torch.tensor([5])), table.first_values(torch.tensor([5])))
 
 
 def test_a_reader_follows(tmp_path, tiers):

@@ -71,9 +71,11 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
-def hash_ids(ids: Int64s, secret: int, hashes: Words) -> None:
+def hashes_of(ids: Int64s, secret: int) -> Words:
+    hashes = np.empty(ids.size, np.uint64)
     for i in range(ids.size):
         hashes[i] = keyed_hash(ids[i], secret)
+    return hashes
 
 
 @kernel
@@ -124,10 +126,10 @@ def remove_rows(
 
 
 @kernel
-def gather_dirty(records: Records, dirty: Bools, rows: Int32s) -> Any:
+def gather_dirty(records: Records, dirty: Bools, rows: Int64s) -> Any:
     """The first of ``rows``: those that changed, all in chunks that are ``dirty``; returns how many."""
     count = 0
-    for chunk in range(dirty.size if rows.size else 0):
+    for chunk in range(dirty.size):
         if dirty[chunk]:
             before = count
             for row in range(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, records.size)):
@@ -269,12 +271,6 @@ def lowest(rows: Int64s, scores: Uint32s, ids_of: Callable[[Int64s], Int64s], co
     return np.concatenate([below, _lowest_ids(equal, ids_of, count - len(below))])
 
 
-def _hashes_of(ids: Int64s) -> Words:
-    hashes = np.empty(len(ids), np.uint64)
-    hash_ids(ids, SECRET, hashes)
-    return hashes
-
-
 def map_bytes(capacity: int) -> int:
     """Bytes of an ``IdMap``."""
     return (_RECORD.itemsize + 1) * capacity + 4 * num_places(capacity)
@@ -377,8 +373,8 @@ class IdMap:
     @property
     def dirty_rows(self) -> Int64s:
         """int64 [n], ascending."""
-        rows = np.empty(self.capacity, np.int32)
-        return rows[: gather_dirty(self._records, self._dirty, rows)].astype(np.int64)
+        rows = np.empty(np.count_nonzero(self._dirty) << _CHUNK_BITS, np.int64)
+        return rows[: gather_dirty(self._records, self._dirty, rows)]
 
     def clean(self, rows: Int64s) -> None:
         """Nothing of these has changed."""
@@ -411,7 +407,7 @@ class IdMap:
         if scores.min(initial=MAX_SCORE) <= self._bound:
             self._forget_queue()
         is_in, every = np.zeros(len(rows), np.bool_), np.arange(len(rows), dtype=np.int32)
-        hashes = _hashes_of(ids)
+        hashes = hashes_of(ids, SECRET)
 
         def work(mine: Int32s, end: int, first: int) -> None:
             insert_rows(mine, end, first, hashes, *self._arrays, rows, ids, scores, is_in)
@@ -445,7 +441,7 @@ class IdMap:
 
     def remove(self, rows: Int64s, ids: Int64s | None = None) -> None:
         """Take rows from their ids, which may be given; distinct, and used."""
-        hashes = _hashes_of(self.ids_of(rows) if ids is None else ids)
+        hashes = hashes_of(self.ids_of(rows) if ids is None else ids, SECRET)
 
         def work(mine: Int32s, *_: int) -> None:
             remove_rows(mine, hashes, SECRET, *self._arrays, rows)

@@ -16,7 +16,7 @@ from ..cache.ddr import DdrCache
 from ..cache.full import FullCache
 from ..kernels import quantized
 from ..kernels import slots as kernels
-from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Words
+from ..kernels.arrays import Floats, Int32s, Int64s, Words
 from ..kernels.jit import JIT_ENABLED
 from ..layout import KEY_ROW_BITS
 from ..optim.configs import Hyper
@@ -174,30 +174,21 @@ class HostTier(Tier):
     def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
         start = 0
         while start < len(keys):
-            fill_admitted = partial(self._fill_admitted, fill=fill, start=start)
-            lease = self._leases.leading(keys[start:], read=False, fill=fill_admitted)
+            lease = self._leases.leading(keys[start:], fill=partial(self._fill_admitted, fill=fill, start=start))
             start += lease.num_positions
             lease.release()
 
     def _fill_admitted(self, admission: Admission, fill: _Fill, start: int) -> None:
-        """The caller holds ``fill_lock``."""
+        """Its keys are distinct: row i is that of position i. The caller holds ``fill_lock``."""
         cache, slots = self._arena.cache, admission.slots
         with self._arena.lock:
-            is_missing = np.zeros(len(slots), np.bool_)
-            is_missing[admission.inverse[admission.missing[: admission.num_missing]]] = True
+            missing = admission.missing[: admission.num_missing]
+            others = np.delete(np.arange(len(slots)), missing)
             # Whole before anybody else can see them: waiting for the outbox lets others in.
-            _fill_some(is_missing, slots, fill, start)
-            cache.filled(slots[is_missing])
+            fill(slots[missing], start + missing)
+            cache.filled(slots[missing])
             self._writeback.begin_update(slots)
-            _fill_some(~is_missing, slots, fill, start)
-
-
-def _fill_some(chosen: Bools, slots: Int32s, fill: _Fill, start: int) -> None:
-    places = np.flatnonzero(chosen)
-    if len(places) == len(slots):
-        fill(slots, slice(start, start + len(slots)))
-    elif len(places):
-        fill(slots[places], start + places)
+            fill(slots[others], start + others)
 
 
 class EvictingRows(HostTier):
@@ -313,6 +304,15 @@ class InPlaceRows(HostTier):
         with self._arena.lock:
             cache.note_hits(len(slots) - len(absent))
         return slots
+
+    def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
+        slots = self._cache.numbering.slots_of(keys)
+        if not (len(slots) and self._cache.are_in(slots)):
+            return super()._overwrite(keys, fill)
+        with self._arena.lock:
+            self._writeback.begin_update(slots)
+            self._arena.require_open()  # nothing is pinned: it may have been given up while the outbox was full
+            return fill(slots, slice(None))
 
     def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
         return ((0, self.whole(joined, None)),)

@@ -258,14 +258,14 @@ class Leases:
         lease = self._admit(keys, order, whole=True)
         return lease if len(lease.slots) else None
 
-    def leading(self, keys: Int64s, *, read: bool = True, fill: Callable[[Admission], None] | None = None) -> Lease:
+    def leading(self, keys: Int64s, *, fill: Callable[[Admission], None] | None = None) -> Lease:
         """Pin the rows of leading positions of ``keys``, int64 [n], n > 0: as many as there is room for, at least one.
-        Errors as of ``whole``; BudgetError: every slot stayed pinned by others for a minute. Unless they are ``read``,
-        ``fill`` fills the rows of the admission, with ``fill_lock`` held."""
+        Errors as of ``whole``; BudgetError: every slot stayed pinned by others for a minute. With ``fill`` nothing is
+        read: it fills the rows of the admission, with ``fill_lock`` held."""
         arena = self._arena
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
-            lease = self._admit(keys, NO_INTS, read=read, fill=fill)
+            lease = self._admit(keys, NO_INTS, fill=fill)
             if len(lease.slots):
                 return lease
             with arena.lock:
@@ -300,9 +300,8 @@ class Leases:
             start += consumed
 
     def _admit(
-        self, keys: Int64s, order: Int32s, *, read: bool = True, whole: bool = False,
-        fill: Callable[[Admission], None] | None = None,
-    ) -> Lease:  # fmt: skip
+        self, keys: Int64s, order: Int32s, *, whole: bool = False, fill: Callable[[Admission], None] | None = None
+    ) -> Lease:
         """A lease of what was admitted: as many rows as there is room for, with ``whole`` all or nothing. It owns the
         pins before there are any."""
         arena, admission = self._arena, Admission(keys, order)
@@ -328,11 +327,11 @@ class Leases:
                         self.seconds += time.perf_counter() - started
                     consumed, num_unique, num_missing, _ = admission.progress.tolist()
                     slots = admission.unique_slots[:num_unique]
-                    if read and num_missing:
+                    if fill is None and num_missing:
                         missing = admission.missing[:num_missing]
                         self._load(keys[missing], slots[admission.inverse[missing]])
                 finally:
-                    if not read:
+                    if fill is not None:
                         self._note_no_lookup(admission)
                 if fill is not None and consumed:
                     fill(admission)
