@@ -48,14 +48,16 @@ def tell(found: Figures) -> Report:
     return Report([Table(**found["table"])], [Goal(**each) for each in found["goals"]], [found["note"]])
 
 
-def take(feed: ChangeFeed, values: Any) -> list[tuple[int, float]]:
-    """All there is, into an array of rows by id; versions, and when they were there."""
+def take(feed: ChangeFeed, values: Any) -> list[tuple[int, float, int]]:
+    """All there is, into an array of rows by id; versions, when they were there, and how many rows they brought."""
     taken = []
     for change in feed:
+        count = 0
         for _, ids, rows in change.rows():
             values[ids] = 0 if rows is None else rows.numpy()
+            count += len(ids)
         change.ack()
-        taken.append((change.version, time.time()))
+        taken.append((change.version, time.time(), count))
     return taken
 
 
@@ -100,11 +102,13 @@ def _into_arrays(request: Run, _figures: Figures) -> Figures:
 
 
 def follow(directory: str, rows: str, dim: str) -> None:
-    """In a process of its own: for as many seconds as it is told, take what changes. In between it holds no version."""
+    """In a process of its own: for as many seconds as it is told, take what changes, once it has said that the store is
+    open. In between it holds no version."""
     psutil.Process().nice(_NICE)
     values = np.zeros((int(rows), int(dim)), np.float32)
     for line in chain(["0"], sys.stdin):
         with tierstore.open(directory, mode="r", ddr="16MiB") as store, store.changes("follower") as feed:
+            print(flush=True)
             end, taken = time.time() + float(line), take(feed, values)
             while time.time() < end:
                 taken += take(feed, values)
@@ -114,7 +118,7 @@ def follow(directory: str, rows: str, dim: str) -> None:
 
 def _follower(path: Path, config: Figures) -> Child:
     child = Child([sys.executable, "-m", "bench.online", "follow", path, config["rows"], config["dim"]])
-    child.line()
+    child.line(), child.line()
     return child
 
 
@@ -126,7 +130,8 @@ def _lag(request: Run, _figures: Figures) -> Figures:
         table.write(torch.arange(rows), fresh := torch.randn(rows, dim))
         store.commit()
         with _follower(path, config) as child, ThreadPoolExecutor(1) as thread:
-            taken, started = thread.submit(child.ask, str(seconds + 10 * every)), time.time()
+            child.ask(str(seconds + 10 * every))
+            taken, started = thread.submit(child.line), time.time()
             while time.time() < started + seconds:
                 time.sleep(max(0.0, started + len(begun) * every - time.time()))
                 begun[store.version + 1] = time.time()
@@ -134,7 +139,7 @@ def _lag(request: Run, _figures: Figures) -> Figures:
                 table.write(ids, fresh[: len(ids)])
                 store.commit()
             seen = json.loads(taken.result())
-    lags = [next(at for known, at in seen if known >= version) - at for version, at in begun.items()]
+    lags = [next(at for known, at, _ in seen if known >= version) - at for version, at in begun.items()]
     shown = [round(1000 * float(each)) for each in np.percentile(lags, [50, 99, 100])]
     note = (
         f"Lag: {len(begun) * len(ids) / seconds:,.0f} changed rows a second, a commit every {every} s; from a commit's "
@@ -145,7 +150,8 @@ def _lag(request: Run, _figures: Figures) -> Figures:
 
 
 def _steps(request: Run, _figures: Figures) -> Figures:
-    config, count, pairs = request.config, int(request.config["steps"]), list[tuple[float, float]]()
+    config, count = request.config, int(request.config["steps"])
+    pairs, rates = list[tuple[float, float]](), list[float]()
     with fresh_folder(request.folder / "online") as path, tierstore.open(path, ddr=config["ddr"]) as store:
         training = Training(store, config)
 
@@ -161,13 +167,17 @@ def _steps(request: Run, _figures: Figures) -> Figures:
         training.commit().result()
         with _follower(path, config) as child, ThreadPoolExecutor(1) as thread:
             for _ in range(config["repetitions"] + 1):
-                taken = thread.submit(child.ask, str(alone := block()))
-                pairs.append((alone, block()))
-                taken.result()
+                child.ask(str(1.25 * (alone := block())))
+                taken = thread.submit(child.line)
+                pairs.append((alone, beside := block()))
+                rates.append(sum(rows for _, _, rows in json.loads(taken.result())) / beside)
         training.close()
         training.commit().result()
     cells = [f"{1000 * statistics.median(times) / count:.2f}" for times in zip(*pairs[1:], strict=True)]
-    note = f"Steps: {config['batch']:,} bags of {config['pooling_factor']} ids, a commit each {config['commit_steps']}."
+    note = (
+        f"Steps: {config['batch']:,} bags of {config['pooling_factor']} ids, a commit each {config['commit_steps']}, "
+        f"{statistics.median(rates[1:]):,.0f} changed rows a second."
+    )
     slower = statistics.median(beside / alone for alone, beside in pairs[1:])
     goals = [{"name": "time of steps with a follower over that without", "value": round(slower, 3), "at_most": 1.05}]
     return told("a training step, ms", ["alone", "with a follower"], [cells], note, goals) | {"pairs_s": pairs[1:]}
