@@ -37,8 +37,8 @@ class FollowingReader(Reader):
     ``position`` after it, where ``seek`` goes on. DataError: a file is late, broken, or grows while it is read.
 
     Args:
-        order: "name": of paths below the folder; "time": of the event times in the files' first rows. Others wait for
-            a file that is not whole: those behind it, and by time, as its place is not known, all that came later.
+        order: "name": of paths below the folder; "time": of the event times in the files' first rows. Files wait for
+            one before them that is not whole. By time its place is not known: all that came with it or later wait.
         late: what becomes of a file that comes after one that is behind it in that order, and of a Parquet file that
             has not changed for a minute and has no footer: "error", or "skip" with a warning.
         settle_seconds: CSV files and arrays are read once they have not changed for so long.
@@ -65,8 +65,9 @@ class FollowingReader(Reader):
         self._recent: list[_Key] = [(seconds, name) for seconds, name in position["recent"]]
         self._read, self._unread, self._keys = {name for _, name in self._recent}, list[str](), dict[str, _Key]()
         self._waited_for = "", 0.0  # the file that others wait for, and since when
+        self._earlier = set[str]()  # an earlier process read these, if they come before the recent ones
         self._list()
-        self._earlier = self._sure if self._is_cut else set[str]()  # before the recent ones: an earlier process read it
+        self._earlier = self._sure if self._is_cut else set[str]()
 
     def place(self, row: int) -> str:
         return f"{self.path / self._position['file']} (to row {self._position['row']:,}) or before: row {row:,} of all"
@@ -127,10 +128,10 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        self._sure, names = (  # what came before one of the first listing is in the second, and is sure in the next
+        self._sure, names = (  # the second listing has all that came before a file of the first
             {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
         )
-        self._read &= names
+        self._read, self._earlier = self._read & names, self._earlier & names
         found = sorted(name for name in names - self._read if not _TEMPORARY.search(name))
         if self._by_time:  # as they came; of those that came together, first what others wait for
             came = {name: number for number, name in enumerate(self._unread)}
@@ -157,8 +158,7 @@ class FollowingReader(Reader):
             if name in self._keys or self._is_whole(name):
                 yield from self._key(name)
                 continue
-            _, age = _size_and_age(self.path / name)
-            if is_data(name, ParquetReader.endings) and age >= _STALL_SECONDS:
+            if is_data(name, ParquetReader.endings) and (age := _size_and_age(self.path / name)[1]) >= _STALL_SECONDS:
                 self._mark(name)
                 self._refuse(name, f"has no Parquet footer, and has not changed for {age:.0f} s")
                 continue
@@ -166,7 +166,7 @@ class FollowingReader(Reader):
                 self._waited_for = name, time.monotonic()
             elif time.monotonic() - self._waited_for[1] >= _STALL_SECONDS:
                 self._waited_for = name, math.inf
-                _LOG.warning("%s, changed %.0f s ago by its time, is not whole: others wait", self.path / name, age)
+                _LOG.warning("%s is not whole, or of a future time: finish or touch it; others wait", self.path / name)
             return
 
     def _is_whole(self, name: str) -> bool:
@@ -212,8 +212,7 @@ class FollowingReader(Reader):
 
 
 def _size_and_age(path: Path) -> tuple[int, float]:
-    """Bytes, and for how long they have not changed, of a file, or of those of a folder together; 0 and -infinity: it
-    has gone."""
+    """Bytes of a file, or of those in a folder, and seconds since they last changed; 0 and -infinity: it has gone."""
     found: list[os.stat_result] = []
     with contextlib.suppress(FileNotFoundError):
         found = [each.stat() for each in (path.iterdir() if path.is_dir() else [path])]
