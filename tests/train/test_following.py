@@ -164,6 +164,33 @@ def test_by_time_all_that_comes_later_waits_for_a_file_that_is_not_whole(folder)
     assert taken(reader) == [*range(30, 40)], "it came before"
 
 
+def test_by_time_those_that_came_together_wait_for_each_that_is_not_whole(folder):
+    for number in (2, 1):
+        cut = put(folder, f"{number}.parquet", rows_of(10 * number, 10)).read_bytes()[:-4]
+        (folder / f"{number}.parquet").write_bytes(cut)
+    put(folder, "3.parquet", rows_of(0, 10))
+    reader = reader_of(folder, order="time")
+    for number in (1, 2):
+        assert taken(reader) == []
+        put(folder, f"{number}.parquet", rows_of(10 * number, 10))
+    assert taken(reader) == [*range(30)]
+
+
+def test_by_time_one_that_a_listing_missed_is_waited_for_by_those_of_that_listing(folder, monkeypatch):
+    for number in range(3):
+        path = put(folder, f"{number}.parquet", rows_of(10 * number, 10))
+        if number == 1:
+            path.write_bytes(path.read_bytes()[:-4])
+    listings = iter([["0.parquet"], ["0.parquet", "2.parquet"]])
+    monkeypatch.setattr(
+        following, "names_below", lambda _, real=following.names_below: next(listings, None) or real(folder)
+    )
+    reader = reader_of(folder, order="time")
+    assert taken(reader) == []
+    put(folder, "1.parquet", rows_of(10, 10))
+    assert taken(reader) == [*range(30)]
+
+
 @pytest.mark.parametrize("missed", [["02"], ["0", "02"]])
 @pytest.mark.parametrize("order", ["name", "time"])
 def test_a_file_that_a_listing_misses_as_others_are_renamed_in_is_not_late(folder, monkeypatch, order, missed):
