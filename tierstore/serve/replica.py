@@ -412,7 +412,7 @@ class Replica:
         if canary is None or known.trial_of != own.commit_id or known.verdict_on(own.commit_id) is not None:
             return False
         window = min(canary.seconds, WINDOW_SECONDS)
-        self._shown_at = self._shown_at or now  # of what the process before showed first it is not known
+        self._shown_at = self._shown_at or now  # an earlier process may have shown it first
         self._judge_at = self._judge_at or self._shown_at + window + 1  # servers count whole seconds
         if now < self._judge_at:
             return False

@@ -99,8 +99,7 @@ class Watch:
         measures, rows = Measures(names=get_args(MetricName)), sum(len(each.labels) for each in self._rows)
         figures = measures.named(*found.measured(measures))
         number, loss = versions[0], figures["log_loss"]
-        if math.isfinite(loss):
-            self._first = self._first or (number, loss)
+        self._first = self._first or ((number, loss) if math.isfinite(loss) else None)
         first, before = self._first or (number, loss)
         above = 100 * (loss / before - 1)
         self.last = WatchReading(number, rows=rows, holds=above <= 100 * self._bound, commit_id=commit_id, **figures)

@@ -344,8 +344,7 @@ class RunConfig:
             _require(good, f"embedding.tables.{name}.dim", dim, expected)
 
     def of_table(self, name: str) -> "RunConfig":
-        """With [embedding] and [optimizer] as a column's table has them, but for ``num_embeddings``. ValueError: a key
-        of its own is out of range."""
+        """The run with the keys of [embedding.tables.NAME] in their places. ValueError: one is out of range."""
         keys: dict[str, Any] = vars(self.embedding.tables.get(name, TableSection()))
         own = {key: value for key, value in keys.items() if value is not None}
         rule = {key: own.pop(key) for key in ("sparse", "sparse_lr") if key in own}

@@ -156,8 +156,7 @@ def _require_rows(config: RunConfig, reader: Reader, test_reader: Reader) -> Non
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Gives whether SIGINT or SIGTERM came since. A second one ends the process as usual. In other threads than the
-    main one, which may set no handlers, none is seen."""
+    """Gives whether SIGINT or SIGTERM came; a second one ends the process as usual. Only the main thread sees them."""
     is_requested, own = False, contextlib.ExitStack()
 
     def on_signal(number: int, _: FrameType | None) -> None:

@@ -263,7 +263,7 @@ class Folder:
 
 
 MIN_REQUESTS: Final = 100  # fewer tell nothing of the 99th percentile, or of a share of one in a hundred
-_MAX_MEASURE: Final = 1e300  # never good: a log loss that is no number is told as the largest float
+_WORST: Final = 1e300  # more is never good: servers report the largest float for a log loss that is NaN
 
 
 class Measures(NamedTuple):
@@ -293,6 +293,8 @@ class Canary(NamedTuple):
         )
         found = []
         for (what, flag, factor, more), was, now in zip(bounds, before, after, strict=True):
-            if was is not None and now is not None and not now <= (most := min(was * factor + more, _MAX_MEASURE)):
-                found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}")
+            most = _WORST if was is None else min(was * factor + more, _WORST)
+            if now is not None and not now <= most:
+                told = [f"{each:.5g}" if each is not None and each <= _WORST else "no number" for each in (now, was)]
+                found.append(f"{what} is {told[0]}, was {told[1]}, and {flag} allows {most:.5g}")
         return "; ".join(found)

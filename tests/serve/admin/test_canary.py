@@ -29,8 +29,8 @@ BOUNDS = Canary(seconds=5, loss=0.25, errors=0.125, p99=0.5)
 GOOD, WORST = Measures(0.5, 0.02, 0.008), Measures(0.625, 0.145, 0.012)
 BAD = {
     "the log loss is 0.63, was 0.5, and --canary-loss 0.25 allows 0.625": WORST._replace(log_loss=0.63),
-    "the log loss is inf, was 0.5": WORST._replace(log_loss=math.inf),
-    "the log loss is nan, was 0.5": WORST._replace(log_loss=math.nan),
+    "the log loss is no number, was 0.5": WORST._replace(log_loss=math.inf),
+    "loss is no number, was 0.5": WORST._replace(log_loss=math.nan),
     "failed requests is 0.15, was 0.02, and --canary-errors 0.125 allows 0.145": WORST._replace(failed_share=0.15),
     "in seconds, is 0.0121, was 0.008, and --canary-p99 0.5 allows 0.012": WORST._replace(seconds_p99=0.0121),
 }
@@ -43,7 +43,8 @@ def test_each_measure_has_its_bound():
     assert BOUNDS.worse(Measures(), GOOD) == "", "there is nothing to be worse than"
     broken = Measures(sys.float_info.max)
     assert BOUNDS.worse(broken, GOOD) == ""
-    assert "the log loss is 1.7977e+308" in BOUNDS.worse(broken, broken), "a loss that is no number is never good"
+    for before in (broken, Measures()):
+        assert "is no number, was no number" in BOUNDS.worse(before, broken), "a loss that is no number is never good"
     for name in GOOD._fields:
         assert not BOUNDS.worse(GOOD, GOOD._replace(**{name: None})), "silence decides nothing"
 

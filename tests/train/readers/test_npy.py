@@ -1,12 +1,13 @@
 """The npy reader against the rows its arrays were made of; arrays that it cannot take are named."""
 
+import dataclasses
 import os
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from tierstore.train.readers import DataError, NpyReader, open_reader
+from tierstore.train.readers import CRITEO_SCHEMA, DataError, NpyReader, open_reader
 
 from .rows import bags, check_reader, some_rows, write_npy
 
@@ -43,6 +44,14 @@ def test_categories_of_each_kind(tmp_path):
         for start in range(3):
             (chunk,) = reader.read_chunks(start, None, 9)
             assert bags(chunk.categories) == [[each] for each in wanted[start:]]
+
+
+def test_without_dense_columns_an_array_of_that_name_is_what_is_asked_of_it(folder):
+    path, rows = folder
+    np.save(path / "dense.npy", np.arange(23.0))
+    schema = dataclasses.replace(CRITEO_SCHEMA, dense=(), weight="dense")
+    (chunk,) = NpyReader(path, schema=schema).read_chunks(0, None, len(rows))
+    assert (chunk.dense.shape, chunk.weights.tolist()) == ((23, 0), [*range(23)])
 
 
 def of_23(last, dtype=None, columns=()):

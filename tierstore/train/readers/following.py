@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, filterfalse, takewhile
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -37,8 +37,8 @@ class FollowingReader(Reader):
     ``position`` after it, where ``seek`` goes on. DataError: a file is late, broken, or grows while it is read.
 
     Args:
-        order: "name": of paths below the folder; "time": of the event times in the files' first rows. Others wait for
-            a file that is not whole: those behind it, and by time, as its place is not known, all that came later.
+        order: "name": of paths below the folder; "time": of the event times in the files' first rows. Files wait for
+            one before them that is not whole. By time its place is not known: all that came with it or later wait.
         late: what becomes of a file that comes after one that is behind it in that order, and of a Parquet file that
             has not changed for a minute and has no footer: "error", or "skip" with a warning.
         settle_seconds: CSV files and arrays are read once they have not changed for so long.
@@ -63,10 +63,12 @@ class FollowingReader(Reader):
         """Go on at a position, as it is or as JSON gives it back."""
         self._position, self._is_cut = position, position["is_cut"]  # whether more were read than the recent ones
         self._recent: list[_Key] = [(seconds, name) for seconds, name in position["recent"]]
-        self._read, self._unread, self._keys = {name for _, name in self._recent}, list[str](), dict[str, _Key]()
+        self._read, self._keys = {name for _, name in self._recent}, dict[str, _Key]()
+        self._unread, self._listing = dict[str, int](), 0  # with the listing that had each first
         self._waited_for = "", 0.0  # the file that others wait for, and since when
+        self._earlier = set[str]()  # an earlier process read these, if they come before the recent ones
         self._list()
-        self._earlier = self._sure if self._is_cut else set[str]()  # before the recent ones: an earlier process read it
+        self._earlier = self._sure if self._is_cut else set[str]()
 
     def place(self, row: int) -> str:
         return f"{self.path / self._position['file']} (to row {self._position['row']:,}) or before: row {row:,} of all"
@@ -127,21 +129,19 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        self._sure, names = (  # what came before one of the first listing is in the second, and is sure in the next
+        self._sure, names = (  # the second listing has all that came before a file of the first
             {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
         )
-        self._read &= names
-        found = sorted(name for name in names - self._read if not _TEMPORARY.search(name))
-        if self._by_time:  # as they came; of those that came together, first what others wait for
-            came = {name: number for number, name in enumerate(self._unread)}
-            ready = {name for name in self._sure.intersection(found) if name not in came and self._is_whole(name)}
-            found.sort(key=lambda name: came.get(name, len(came) + (name in ready)))
-        self._unread = found
+        self._read, self._earlier = self._read & names, self._earlier & names
+        self._listing += 1
+        found = filterfalse(_TEMPORARY.search, names - self._read)
+        came = {name: self._unread.get(name, self._listing) for name in found}
+        self._unread = dict(sorted(came.items(), key=lambda each: (each[1] if self._by_time else 0, each[0])))
         self._list_at = time.monotonic() + max(_POLL_SECONDS, _LIST_SHARE * (time.monotonic() - begun))
 
     def _next(self) -> str:
         """The next file, which counts as read from here on; "" as long as none is whole."""
-        for key in sorted(self._whole()) if self._by_time else self._whole():
+        for key in self._keys_by_time() if self._by_time else ((0.0, name) for name in self._whole()):
             self._mark(name := key[1])
             if not self._recent or key > self._recent[-1]:
                 self._is_cut |= len(self._recent) == _REMEMBERED
@@ -151,14 +151,13 @@ class FollowingReader(Reader):
                 self._refuse(name, f"came late: {self._recent[-1][1]}, which is behind it in order, was read")
         return ""
 
-    def _whole(self) -> Iterator[_Key]:
+    def _whole(self) -> Iterator[str]:
         """Unread files, up to the first that others wait for; it is logged after a minute."""
         for name in takewhile(self._sure.__contains__, list(self._unread)):
             if name in self._keys or self._is_whole(name):
-                yield from self._key(name)
+                yield name
                 continue
-            _, age = _size_and_age(self.path / name)
-            if is_data(name, ParquetReader.endings) and age >= _STALL_SECONDS:
+            if is_data(name, ParquetReader.endings) and (age := _size_and_age(self.path / name)[1]) >= _STALL_SECONDS:
                 self._mark(name)
                 self._refuse(name, f"has no Parquet footer, and has not changed for {age:.0f} s")
                 continue
@@ -166,7 +165,7 @@ class FollowingReader(Reader):
                 self._waited_for = name, time.monotonic()
             elif time.monotonic() - self._waited_for[1] >= _STALL_SECONDS:
                 self._waited_for = name, math.inf
-                _LOG.warning("%s, changed %.0f s ago by its time, is not whole: others wait", self.path / name, age)
+                _LOG.warning("%s is not whole, or of a future time: finish or touch it; others wait", self.path / name)
             return
 
     def _is_whole(self, name: str) -> bool:
@@ -178,21 +177,25 @@ class FollowingReader(Reader):
             return file.read()[4:] in (b"PAR1", b"PARE")
         return False
 
-    def _key(self, name: str) -> Iterator[_Key]:
-        """Its place in the order; by time a file without rows has none, and counts as read."""
-        if self._by_time and name not in self._keys:
+    def _keys_by_time(self) -> list[_Key]:
+        """Of whole files. One that is not whole may come before those of its listing, of later ones, and of the one
+        before, which may have missed it. A file without rows has no key, and counts as read."""
+        whole = {*self._whole()}
+        first = min((listing for name, listing in self._unread.items() if name not in whole), default=math.inf)
+        names = {name for name in whole if self._unread[name] < first - 1}
+        for name in names - self._keys.keys():
             rows: Any = next(self._open(self.path / name).read_chunks(0, 1, 1), None)
             if rows is None:
                 self._mark(name)
-                return
+                continue
             if math.isnan(seconds := float(rows.event_times[0])):
                 raise DataError(f"{self.path / name}, row 0: no event time, by which files are ordered")
             self._keys[name] = seconds, name
-        yield self._keys.get(name, (0.0, name))
+        return sorted(self._keys[name] for name in names & self._keys.keys())
 
     def _mark(self, name: str) -> None:
         self._read.add(name)
-        self._unread.remove(name)
+        del self._unread[name]
         self._keys.pop(name, None)
 
     def _refuse(self, name: str, why: str) -> None:
@@ -212,8 +215,7 @@ class FollowingReader(Reader):
 
 
 def _size_and_age(path: Path) -> tuple[int, float]:
-    """Bytes, and for how long they have not changed, of a file, or of those of a folder together; 0 and -infinity: it
-    has gone."""
+    """Bytes of a file, or of those in a folder, and seconds since they last changed; 0 and -infinity: it has gone."""
     found: list[os.stat_result] = []
     with contextlib.suppress(FileNotFoundError):
         found = [each.stat() for each in (path.iterdir() if path.is_dir() else [path])]

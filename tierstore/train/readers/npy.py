@@ -83,7 +83,7 @@ class NpyReader(Reader):
         for begin in range(start_row, stop, chunk_rows):
             end = min(begin + chunk_rows, stop)
             part = {name: each[begin:end] for name, each in self._arrays.items()}
-            label, dense = part["label"], part.get("dense", np.empty((end - begin, 0), np.float32))
+            label, dense = part["label"], part["dense"] if self.schema.dense else np.empty((end - begin, 0), np.float32)
             _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
             single: dict[str, Any] = {}
