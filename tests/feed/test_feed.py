@@ -138,7 +138,7 @@ def in_index(sink: Any) -> State:
     """Its rows; a search finds the best one for nearly each, as an approximate index does."""
     found = {int(key) - (int(key) >> 63 << 64): sink.index[key] for key in sink.index.keys}
     best = {key: max(found, key=lambda other, query=query: float(query @ found[other])) for key, query in found.items()}
-    assert sum(sink.nearest(found[key], 1) == [best[key]] for key in found) >= 0.9 * len(found)
+    assert sum(sink.nearest(key, 1) == [best[key]] for key in found) >= 0.9 * len(found)
     return {"user": {key: row.tobytes() for key, row in found.items()}} if found else {}
 
 
