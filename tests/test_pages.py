@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,9 @@ def four_commands(folder):
         asked = held.enter_context(shell(index, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         others = train.replace("run.toml", "run.toml --resume"), feed.replace("redis://127.0.0.1:6379/0", url)
         for command in (*publish.split("&"), *others):
-            if not (child := os.fork()):  # which spares it the imports
-                try:
-                    main(shlex.split(command, comments=True)[1:])
-                finally:
-                    os._exit(1)
-            held.callback(os.kill, child, signal.SIGKILL)
+            child = ForkProcess(target=main, args=[shlex.split(command, comments=True)[1:]])  # has imported all
+            child.start()
+            held.callback(child.kill)
 
         def served():
             time.sleep(0.1)

@@ -10,9 +10,9 @@ import runpy
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -77,23 +77,18 @@ class Forks:
     """Processes that each do a thing until they are killed."""
 
     def __init__(self, *bodies: Callable[[int], object]) -> None:
-        self.bodies, self.running = bodies, dict[int, int]()
+        self.bodies, self.running = bodies, dict[int, ForkProcess]()
 
     def begin(self, place: int, seed: int) -> None:
-        if not (child := os.fork()):
-            try:
-                self.bodies[place](seed)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        self.running[place] = child
+        self.running[place] = ForkProcess(target=self.bodies[place], args=[seed])
+        self.running[place].start()
 
-    def end(self, place: int, *, is_killed: bool = True) -> None:
-        if is_killed:
-            os.kill(self.running[place], signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self.running.pop(place), 0)[1])
-        assert status == (-signal.SIGKILL if is_killed else 0)
+    def end(self, place: int, *, status: int = -signal.SIGKILL) -> None:
+        child = self.running.pop(place)
+        if status:
+            child.kill()
+        child.join()
+        assert child.exitcode == status
 
 
 def live(folder: Path, kills: int, *kinds: str) -> None:
@@ -121,7 +116,7 @@ def live(folder: Path, kills: int, *kinds: str) -> None:
             forks.end(0)
             end.touch()
             for place in range(len(kinds)):
-                forks.end(1 + place, is_killed=False)
+                forks.end(1 + place, status=0)
             with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
                 before, known = store.commit_id(store.version), before
             assert before != known
