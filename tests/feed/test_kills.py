@@ -73,24 +73,6 @@ def serve(folder: Path, _seed: int) -> None:
     os.execv(str(redis_server.COMMAND), [str(redis_server.COMMAND), *redis_server.OPTIONS])
 
 
-class Forks:
-    """Processes that each do a thing until they are killed."""
-
-    def __init__(self, *bodies: Callable[[int], object]) -> None:
-        self.bodies, self.running = bodies, dict[int, ForkProcess]()
-
-    def begin(self, place: int, seed: int) -> None:
-        self.running[place] = ForkProcess(target=self.bodies[place], args=[seed])
-        self.running[place].start()
-
-    def end(self, place: int, *, status: int = -signal.SIGKILL) -> None:
-        child = self.running.pop(place)
-        if status:
-            child.kill()
-        child.join()
-        assert child.exitcode == status
-
-
 def live(folder: Path, kills: int, *kinds: str) -> None:
     """Rounds of some kills, each of whoever; after the last in a round all is compared."""
     instants, end, shop = random.Random(kills), folder / "end", Shop(folder / "shop", 0, "float32")
@@ -102,31 +84,38 @@ def live(folder: Path, kills: int, *kinds: str) -> None:
     consume("dict", folder)  # here, so that forks find all loaded
     item_index() if "index" in kinds else None
     takers = [partial(consume, kind, folder) for kind in kinds]
-    forks = Forks(partial(train, folder), *takers, *([partial(serve, folder)] if "redis" in kinds else []))
-    try:
-        for first in range(0, kills, ROUND):
-            end.unlink()
-            for place in {*range(len(forks.bodies))} - {*forks.running}:
-                forks.begin(place, first)
-            for seed in range(first + 1, first + ROUND):
-                time.sleep(instants.uniform(0, 0.3))
-                forks.end(place := instants.randrange(len(forks.bodies)))
-                forks.begin(place, seed)
-            time.sleep(0.5)
-            forks.end(0)
-            end.touch()
-            for place in range(len(kinds)):
-                forks.end(1 + place, status=0)
-            with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
-                before, known = store.commit_id(store.version), before
-            assert before != known
-            rows = contents(folder / "shop")
-            for kind in kinds:
-                held = pickle.loads((folder / kind).read_bytes())
-                assert held == ({"user": rows["user"]} if kind == "index" else rows), kind
-    finally:
-        for place in [*forks.running]:
-            forks.end(place)
+    bodies = [partial(train, folder), *takers, *([partial(serve, folder)] if "redis" in kinds else [])]
+    running = dict[int, ForkProcess]()
+
+    def begin(place: int, seed: int) -> None:
+        running[place] = ForkProcess(target=bodies[place], args=[seed], daemon=True)
+        running[place].start()
+
+    def finish(place: int, status: int) -> None:
+        running[place].kill() if status else None
+        running[place].join()
+        assert running.pop(place).exitcode == status
+
+    for first in range(0, kills, ROUND):
+        end.unlink()
+        for place in {*range(len(bodies))} - {*running}:
+            begin(place, first)
+        for seed in range(first + 1, first + ROUND):
+            time.sleep(instants.uniform(0, 0.3))
+            finish(place := instants.randrange(len(bodies)), -signal.SIGKILL)
+            begin(place, seed)
+        time.sleep(0.5)
+        finish(0, -signal.SIGKILL)
+        end.touch()
+        for place in range(len(kinds)):
+            finish(1 + place, 0)
+        with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
+            before, known = store.commit_id(store.version), before
+        assert before != known
+        rows = contents(folder / "shop")
+        for kind in kinds:
+            held = pickle.loads((folder / kind).read_bytes())
+            assert held == ({"user": rows["user"]} if kind == "index" else rows), kind
 
 
 @pytest.mark.parametrize("kills", [ROUND, pytest.param(50 * ROUND, marks=pytest.mark.soak)])
