@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from bench.data import ROOT, examples
 from docs import reference
 from docs.generate import load_results, pages, stale_plots
 from docs.headline import headline
+from tests.children import run
 from tests.serve.loops import wait_for
 from tierstore.cli import main
 from tierstore.train import load, row_ids
@@ -183,27 +185,28 @@ def test_the_run_from_the_command_line_follows_that_in_python(tmp_path, monkeypa
         assert shell.version == 2
 
 
-def test_four_commands_keep_a_model_a_replica_a_redis_and_an_index_fresh(tmp_path, monkeypatch):
+def four_commands(folder):
     """Those of docs/online.md: a row that a file brings is in all of them, with the same bits."""
-    redis = pytest.importorskip("redis", reason="needs redis-py: pip install redis")
-    pytest.importorskip("usearch", reason="needs usearch: pip install usearch")
-    if redis_server.COMMAND is None:
-        pytest.skip("needs a redis-server, as of apt-get install redis-server")
-    monkeypatch.chdir(tmp_path)
+    import redis
+
     Path("examples").symlink_to(ROOT / "examples")
     text, block = (DOCS / "online.md").read_text().partition("\n## ")[0], first_block(DOCS / "online.md")[1]
     train, publish, feed, index = re.findall(r"^    (\w+ .*)$", text, re.MULTILINE)
-    run_shell(block.partition("touch")[0])
+    run_shell(block)
+    Path("clicks/_END").unlink()
     row = row_ids(load("run.toml"), "item", [1500]).item()
     with contextlib.ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="redis-")))
         url = held.enter_context(redis_server.running(folder))
         client = held.enter_context(redis.Redis.from_url(url))
-
-        def begin(line, **options):
-            return held.enter_context(shell(line, **options))
+        asked = held.enter_context(shell(index, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        others = train.replace("run.toml", "run.toml --resume"), feed.replace("redis://127.0.0.1:6379/0", url)
+        for command in (*publish.split("&"), *others):
+            child = ForkProcess(target=main, args=[shlex.split(command, comments=True)[1:]])  # has imported all
+            child.start()
+            held.callback(child.kill)
 
         def served():
+            time.sleep(0.1)
             inputs = [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [row]}]
             try:
                 answer = httpx.post("http://127.0.0.1:8000/v2/models/rows.item/infer", json={"inputs": inputs})
@@ -215,23 +218,23 @@ def test_four_commands_keep_a_model_a_replica_a_redis_and_an_index_fresh(tmp_pat
             print(row, file=asked.stdin, flush=True)
             return bool(asked.stdout.readline().strip())
 
-        begin(train)
-
-        def has_rows():
-            time.sleep(0.1)
-            with contextlib.suppress(tierstore.errors.TierstoreError), tierstore.open("live", mode="r") as store:
-                return store.version
-
-        wait_for(has_rows)
-        begin(publish)
-        begin(feed.replace("redis://127.0.0.1:6379/0", url))
-        asked = begin(index, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         wait_for(lambda: served() and client.exists("live#position"))
         assert (client.get(f"live:item:{row}"), is_found()) == (None, False)
         lines = "".join(f"{1.8e9 + 2000 + number},1,5,1500\n" for number in range(256))
         Path("clicks/.2.csv").write_text(f"time,clicked,user,item\n{lines}")
         Path("clicks/.2.csv").rename("clicks/2.csv")
         wait_for(lambda: is_found() and served() == client.get(f"live:item:{row}"))
+
+
+def test_four_commands_keep_a_model_a_replica_a_redis_and_an_index_fresh():
+    pytest.importorskip("redis", reason="needs redis-py: pip install redis")
+    pytest.importorskip("usearch", reason="needs usearch: pip install usearch")
+    if redis_server.COMMAND is None:
+        pytest.skip("needs a redis-server, as of apt-get install redis-server")
+    with tempfile.TemporaryDirectory(prefix="four-") as folder:  # short, for a socket
+        run(
+            "import os; os.chdir(sys.argv[1]); from tests.test_pages import *; four_commands(Path(sys.argv[1]))", folder
+        )
 
 
 @pytest.mark.parametrize("rule", [torch.optim.SparseAdam, torch.optim.Adam])

@@ -37,10 +37,11 @@ class ItemIndex(Sink):
                     index.add(ids.view(np.uint64), rows.float().numpy())
         self.index, self.held = index, position
 
-    def nearest(self, row, count):
-        """Their ids, best first."""
+    def nearest(self, item, count):
+        """Ids, best first; none if this one has no row."""
         with self.lock:
-            return self.index.search(row, count).keys.view(np.int64).tolist()
+            row = self.index[item % 2**64]
+            return [] if row is None else self.index.search(row, count).keys.view(np.int64).tolist()
 
 
 def follow(feed):
@@ -57,5 +58,4 @@ if __name__ == "__main__":
         feed.step()
         threading.Thread(target=follow, args=[feed], daemon=True).start()
         for line in sys.stdin:
-            row = sink.index[int(line)]
-            print(*([] if row is None else sink.nearest(row, 10)), flush=True)
+            print(*sink.nearest(int(line), 10), flush=True)

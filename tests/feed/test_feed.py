@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def in_index(sink: Any) -> State:
     """Its rows; a search finds the best one for nearly each, as an approximate index does."""
     found = {int(key) - (int(key) >> 63 << 64): sink.index[key] for key in sink.index.keys}
     best = {key: max(found, key=lambda other, query=query: float(query @ found[other])) for key, query in found.items()}
-    assert sum(sink.nearest(found[key], 1) == [best[key]] for key in found) >= 0.9 * len(found)
+    assert sum(sink.nearest(key, 1) == [best[key]] for key in found) >= 0.9 * len(found)
     return {"user": {key: row.tobytes() for key, row in found.items()}} if found else {}
 
 
@@ -310,12 +311,30 @@ def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callab
         config = tierstore.TableConfig(name="half", num_embeddings=9, embedding_dim=DIM, dtype="bfloat16")
         store.create_table(config).write(torch.arange(3), torch.ones(3, DIM))
         store.commit()
-        options = ["--once", "--prefix", "shop", "--dtype", "stored", "--ttl", "1000"]
-        assert main(["feed", str(store.directory), "--to", url, *options]) == 0
+        words = ["feed", str(store.directory), "--to", url, "--once", "--prefix", "shop", "--dtype", "stored"]
+        client.mset(dict.fromkeys(range(5000), "another's"))
+        assert main([*words, "--ttl", "1000"]) == 0
+        assert client.info("commandstats")["cmdstat_scan"]["calls"] < 50
         assert (client.get("shop:half:2"), 0 < client.ttl("shop:half:0") <= 1000) == (row, True)
-        client.set("cart:item:17", "another's")
+        others = [f"shop:half:{2**63}", f"shop:half:{'9' * 5000}", b"shop:\xff:1", "cart:item:17"]
+        client.mset(dict.fromkeys(others, "another's"))
+        assert main([*words, "--table", "half"]) == 0  # a full copy
+        assert client.exists(*others) == len(others)
         with pytest.raises(ValueError, match="choose another prefix"):
             open_sink(url, prefix="cart")
+
+
+def test_a_change_that_comes_again_makes_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop, place = Shop(tmp_path / "shop"), str(tmp_path / "fed")
+    syncs = Mock(side_effect=[None, OSError("no sync"), None])
+    monkeypatch.setattr("tierstore.feed.parquet.sync_directory", syncs)
+    with shop.store, contextlib.closing(open_sink(place)) as sink:
+        for expected in (contextlib.nullcontext(), pytest.raises(OSError, match="no sync"), contextlib.nullcontext()):
+            shop.change()
+            with expected:
+                Feed(shop.store, sink, consumer="feed").step()
+        assert in_parquet(place) == shop.state
+    assert len(os.listdir(place)) == 3
 
 
 def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 Parquet files and Redis hold what the store does, bit for bit."""
 
 import functools
+import importlib.util
 import os
 import pickle
 import random
@@ -9,8 +10,9 @@ import runpy
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,8 @@ from tests.store.test_changes import Receiver, contents
 from tierstore.errors import TierstoreError
 from tierstore.feed import Feed, open_sink
 
-NEEDS = {"parquet": "pyarrow", "redis": "redis", "index": "usearch"}
-ROUND = 4
+NEEDS = {"dict": "tierstore", "parquet": "pyarrow", "index": "usearch", "redis": "redis"}
+ROUND = 8
 item_index = functools.cache(lambda: runpy.run_path(str(ROOT / "examples/online/index.py"))["ItemIndex"])
 
 
@@ -43,7 +45,7 @@ def taking(kind: str, store: tierstore.Store, folder: Path) -> tuple[Callable[[]
     return feed.step, read[kind]
 
 
-def consume(kind: str, folder: Path) -> None:
+def consume(kind: str, folder: Path, _seed: int = 0) -> None:
     """Take changes until there is a file ``end``, and keep what is held then. Redis may be away for a time."""
     is_last, parent, taken = False, os.getppid(), None
     with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
@@ -57,7 +59,7 @@ def consume(kind: str, folder: Path) -> None:
                     raise
                 is_last = False
             time.sleep(0.01)
-        (folder / "held").write_bytes(pickle.dumps(taken[1]()))
+        (folder / kind).write_bytes(pickle.dumps(taken[1]()))
 
 
 def train(folder: Path, seed: int) -> None:
@@ -66,35 +68,12 @@ def train(folder: Path, seed: int) -> None:
         shop.change()
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path, _seed: int) -> None:
     os.chdir(folder)
     os.execv(str(redis_server.COMMAND), [str(redis_server.COMMAND), *redis_server.OPTIONS])
 
 
-class Forks:
-    """Processes that each do a thing until they are killed."""
-
-    def __init__(self, *bodies: Callable[[int], object]) -> None:
-        self.bodies, self.running = bodies, dict[int, int]()
-
-    def begin(self, place: int, seed: int) -> None:
-        if not (child := os.fork()):
-            try:
-                self.bodies[place](seed)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        self.running[place] = child
-
-    def end(self, place: int, *, is_killed: bool = True) -> None:
-        if is_killed:
-            os.kill(self.running[place], signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self.running.pop(place), 0)[1])
-        assert status == (-signal.SIGKILL if is_killed else 0)
-
-
-def live(kind: str, folder: Path, kills: int) -> None:
+def live(folder: Path, kills: int, *kinds: str) -> None:
     """Rounds of some kills, each of whoever; after the last in a round all is compared."""
     instants, end, shop = random.Random(kills), folder / "end", Shop(folder / "shop", 0, "float32")
     for _ in range(30):
@@ -103,39 +82,45 @@ def live(kind: str, folder: Path, kills: int) -> None:
     shop.store.close()
     end.touch()
     consume("dict", folder)  # here, so that forks find all loaded
-    item_index() if kind == "index" else None
-    bodies = [lambda seed: train(folder, seed), lambda _: consume(kind, folder), lambda _: serve(folder)]
-    forks = Forks(*(bodies if kind == "redis" else bodies[:2]))
-    try:
-        for first in range(0, kills, ROUND):
-            end.unlink()
-            for place in {*range(len(forks.bodies))} - {*forks.running}:
-                forks.begin(place, first)
-            for seed in range(first + 1, first + ROUND):
-                time.sleep(instants.uniform(0, 0.3))
-                forks.end(place := instants.randrange(len(forks.bodies)))
-                forks.begin(place, seed)
-            time.sleep(0.5)
-            forks.end(0)
-            end.touch()
-            forks.end(1, is_killed=False)
-            with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
-                before, known = store.commit_id(store.version), before
-            assert before != known
-            rows = contents(folder / "shop")
-            assert pickle.loads((folder / "held").read_bytes()) == ({"user": rows["user"]} if kind == "index" else rows)
-    finally:
-        for place in [*forks.running]:
-            forks.end(place)
+    item_index() if "index" in kinds else None
+    takers = [partial(consume, kind, folder) for kind in kinds]
+    bodies = [partial(train, folder), *takers, *([partial(serve, folder)] if "redis" in kinds else [])]
+    running = dict[int, ForkProcess]()
+
+    def begin(place: int, seed: int) -> None:
+        running[place] = ForkProcess(target=bodies[place], args=[seed], daemon=True)
+        running[place].start()
+
+    def finish(place: int, status: int) -> None:
+        running[place].kill() if status else None
+        running[place].join()
+        assert running.pop(place).exitcode == status
+
+    for first in range(0, kills, ROUND):
+        end.unlink()
+        for place in {*range(len(bodies))} - {*running}:
+            begin(place, first)
+        for seed in range(first + 1, first + ROUND):
+            time.sleep(instants.uniform(0, 0.3))
+            finish(place := instants.randrange(len(bodies)), -signal.SIGKILL)
+            begin(place, seed)
+        time.sleep(0.5)
+        finish(0, -signal.SIGKILL)
+        end.touch()
+        for place in range(len(kinds)):
+            finish(1 + place, 0)
+        with tierstore.open(folder / "shop", mode="r", **SMALL) as store:
+            before, known = store.commit_id(store.version), before
+        assert before != known
+        rows = contents(folder / "shop")
+        for kind in kinds:
+            held = pickle.loads((folder / kind).read_bytes())
+            assert held == ({"user": rows["user"]} if kind == "index" else rows), kind
 
 
-@pytest.mark.parametrize("kills", [ROUND, pytest.param(100, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", ["dict", "index", "parquet", "redis"])
-def test_what_takes_changes_is_equal_to_the_store_whoever_is_killed(kind: str, kills: int) -> None:
-    if kind != "dict":
-        pytest.importorskip(NEEDS[kind], reason=f"needs {NEEDS[kind]}: pip install {NEEDS[kind]}")
-    if kind == "redis" and redis_server.COMMAND is None:
-        pytest.skip("needs a redis-server, as of apt-get install redis-server")
+@pytest.mark.parametrize("kills", [ROUND, pytest.param(50 * ROUND, marks=pytest.mark.soak)])
+def test_what_takes_changes_is_equal_to_the_store_whoever_is_killed(kills: int) -> None:
+    kinds = [kind for kind, package in NEEDS.items() if importlib.util.find_spec(package)]
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:  # short, for a socket
-        code = "from tests.feed.test_kills import *; live(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))"
-        run(code, kind, folder, kills, timeout=3000)
+        code = "from tests.feed.test_kills import *; live(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
+        run(code, folder, kills, *(kinds if redis_server.COMMAND else {*kinds} - {"redis"}), timeout=3000)

@@ -61,8 +61,8 @@ class ParquetSink(Sink):
             manifest["files"] = [*self._write(partial, change, batches)]
             write_text(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n", force=True)
             partial.rename(whole)
+            self._last = whole
             sync_directory(self._folder)
-        self._last = whole
 
     def _write(self, folder: Path, change: Change, batches: Iterator[ChangedBatch]) -> Iterator[dict[str, Any]]:
         """A file for each table with changes; what each holds."""

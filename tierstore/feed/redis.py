@@ -21,7 +21,7 @@ from ..system.places import shown
 from .base import Position, Sink
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.-]+")
-_KEY: Final = re.compile(rb"(.*):(-?\d+)", re.DOTALL)
+_KEY: Final = re.compile(rb"(.*):(-?\d{1,19})", re.DOTALL)
 _SECONDS: Final = 60.0  # for an answer
 _ROWS: Final = 256  # of a command: while it runs, others wait
 _PAGE: Final = 10_000  # keys that are looked at, at a time
@@ -53,7 +53,7 @@ class RedisSink(Sink):
         self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
         self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
         with self._errors():
-            if not self._redis.exists(self._position) and next(self._redis.scan_iter(f"{self._rows}*"), None):
+            if not self._redis.exists(self._position) and next(self._redis.scan_iter(f"{self._rows}*", _PAGE), None):
                 raise ValueError(f"{self.name}: there are keys that no feed wrote; choose another prefix")
 
     @contextlib.contextmanager
@@ -101,21 +101,21 @@ class RedisSink(Sink):
         self._seen = self._seen[0], text
 
     def _put(self, batch: ChangedBatch) -> None:
-        head, values, rows = f"{self._rows}{batch.table}:".encode(), batch.values, dict[bytes, bytes]()
+        head, values, rows = f"{self._rows}{batch.table}:".encode(), batch.values, list[bytes]()
         keys = [b"%b%d" % (head, each) for each in batch.ids.tolist()]
         if values is not None:
             raw = (values if self._is_stored else values.float()).contiguous().view(torch.uint8).numpy()
-            rows = dict(zip(keys, map(bytes, raw), strict=True))
+            rows = raw.view(f"V{raw.shape[1]}")[:, 0].tolist()
         pipe = self._redis.pipeline(transaction=False)
         for first in range(0, len(keys), _ROWS):
-            some = keys[first : first + _ROWS]
+            some = slice(first, first + _ROWS)
             if values is None:
-                pipe.delete(*some)
+                pipe.delete(*keys[some])
             elif self._ttl is None:
-                pipe.mset({key: rows[key] for key in some})
+                pipe.mset(dict(zip(keys[some], rows[some], strict=True)))
             else:
-                for key in some:
-                    pipe.set(key, rows[key], ex=self._ttl)
+                for key, row in zip(keys[some], rows[some], strict=True):
+                    pipe.set(key, row, ex=self._ttl)
         pipe.execute()
 
     def _delete(self, tables: Collection[str] | None, kept: Mapping[str, Int64s]) -> None:
@@ -125,9 +125,9 @@ class RedisSink(Sink):
             cursor, keys = self._redis.scan(cursor or 0, match=f"{self._rows}*", count=_PAGE)
             found = defaultdict[str, list[int]](list)
             for match in filter(None, (_KEY.fullmatch(key, len(self._rows)) for key in keys)):
-                found[match[1].decode()].append(int(match[2]))
+                found[match[1].decode(errors="replace")].append(int(match[2]))
             for table in found.keys() & (found.keys() if tables is None else tables):
-                ids = np.array(found[table], np.int64)
+                ids = np.array([each for each in found[table] if -(2**63) <= each < 2**63], np.int64)
                 own = kept.get(table, ids[:0])
                 stale = ids[np.searchsorted(own, ids) == np.searchsorted(own, ids, "right")]
                 self._put(ChangedBatch(table, stale, None))
