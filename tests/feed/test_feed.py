@@ -205,7 +205,7 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     new_redis: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started again between changes, and amid one."""
-    url, shop, said = new_redis(), Shop(tmp_path / "shop"), list[str]()
+    url, shop, said, waits = new_redis(), Shop(tmp_path / "shop"), list[str](), list[float]()
 
     def then(owner: Any, name: str, *actions: Callable[[], object]) -> None:
         """Change the shop; after the next call of the method, do these."""
@@ -232,7 +232,8 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     steps = [step for action in amid for step in (action, lambda: None, check)]
     between = iter([check, new_redis, check, shop.change, check, *steps])
 
-    def sleep(_: float) -> None:
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
         if (action := next(between, None)) is None:
             raise KeyboardInterrupt
         action()
@@ -244,7 +245,8 @@ def test_a_redis_that_was_away_or_lost_its_rows_gets_them_again(
     ):  # fmt: skip
         Feed(store, sink, consumer="feed", say=said.append).follow()
     assert sum("all rows" in each for each in said) == 5
-    assert sum(each.startswith("waiting, then again: ") for each in said) == 3
+    assert sum(each.startswith("waiting, then again: ") for each in said) == waits.count(0.4) == 3
+    assert {*waits} == {0.2, 0.4}
 
 
 def test_the_pages_sink_takes_the_tables_asked_for_and_the_command_has_metrics(
@@ -322,6 +324,8 @@ def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callab
         assert client.exists(*others) == len(others)
         with pytest.raises(ValueError, match="choose another prefix"):
             open_sink(url, prefix="cart")
+        with pytest.raises(ValueError, match="unexpected keyword argument 'unknown'"):
+            open_sink(f"{url}{'&' if '?' in url else '?'}unknown=1")
 
 
 def test_a_change_that_comes_again_makes_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,18 +92,20 @@ class Feed:
         return count
 
     def follow(self) -> None:
-        """``step`` until Ctrl-C. After an error it is tried again, but for StoreReplacedError and ClosedError."""
-        said = ""
+        """``step`` until Ctrl-C. After an error it is tried again, ever more rarely, up to each 10 s; but for
+        StoreReplacedError and ClosedError."""
+        said, seconds = "", _LOOK_SECONDS
         while True:
             try:
                 self.step()
-                said = ""
+                said, seconds = "", _LOOK_SECONDS
             except (ClosedError, StoreReplacedError):
                 raise
             except (TierstoreError, OSError) as error:
                 if said != (said := str(error)):
                     self._say(f"waiting, then again: {said}")
-            time.sleep(_LOOK_SECONDS)
+                seconds = min(2 * seconds, _SAY_SECONDS)
+            time.sleep(seconds)
 
     def _open(self) -> ChangeFeed:
         """The changes since what the sink holds."""

@@ -53,7 +53,11 @@ class RedisSink(Sink):
         self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
         self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
         with self._errors():
-            if not self._redis.exists(self._position) and next(self._redis.scan_iter(f"{self._rows}*", _PAGE), None):
+            try:
+                is_new = not self._redis.exists(self._position)
+            except TypeError as error:  # what the URL asks for is not known
+                raise ValueError(f"{self.name}: {error}; see redis.Redis.from_url") from None
+            if is_new and next(self._redis.scan_iter(f"{self._rows}*", _PAGE), None):
                 raise ValueError(f"{self.name}: there are keys that no feed wrote; choose another prefix")
 
     @contextlib.contextmanager

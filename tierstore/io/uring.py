@@ -114,10 +114,6 @@ def _call(*arguments: int) -> int:
     return result
 
 
-def _open_direct(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_DIRECT)
-
-
 class Ring(ClosedWhenDropped):
     """Reads of an open file, by one thread at a time. OSError: the system refuses io_uring or so much pinned memory, or
     the file system direct reads."""
@@ -137,7 +133,7 @@ class Ring(ClosedWhenDropped):
         parts = np.array([buffers.ctypes.data, buffers.nbytes])
         _call(_REGISTER, ring, _BUFFERS, parts.ctypes.data, 1)
         path = f"/proc/self/fd/{file}"
-        with open(path, "rb", 0) as cached, open(path, "rb", 0, opener=_open_direct) as direct:
+        with open(path, "rb", 0) as cached, open(os.open(path, os.O_RDONLY | os.O_DIRECT), "rb", 0) as direct:
             os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             files = np.array([cached.fileno(), direct.fileno()], np.int32)
             _call(_REGISTER, ring, _FILES, files.ctypes.data, 2)
