@@ -66,16 +66,12 @@ def test_every_pass_over_a_kept_graph_is_an_update(bag):
     assert table.state.step == 2
 
 
-def _nested(part: Any, x: Tensor) -> Any:
-    return checkpoint(lambda x: checkpoint(part, x, use_reentrant=True), x, use_reentrant=True)
-
-
 @pytest.mark.parametrize("rule", [optim.SGD(lr=0.5), optim.Adagrad(lr=1.0)], ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "nested"])
 def test_checkpoints_train_as_without(store_dir, way, rule):
-    plain = functools.partial(checkpoint, use_reentrant=way == "reentrant")
-    ended = []
-    for run in (lambda part, x: part(x), _nested if way == "nested" else plain):
+    plain, ended = functools.partial(checkpoint, use_reentrant=way != "not reentrant"), []
+    inside = plain if way == "nested" else lambda part, x: part(x)
+    for run in (lambda part, x: part(x), lambda part, x: plain(lambda x: inside(part, x), x)):
         with tierstore.open(store_dir / str(len(ended)), ddr="404KiB", policy="lru") as store:
             table = store.create_table(config(optimizer=rule))
             bag = tierstore.TieredEmbeddingBag(table)

@@ -121,10 +121,6 @@ def batches_of(trace: Trace, bounds: list[int]) -> list[list[int]]:
     ]
 
 
-def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
-    return [keys[begin:end].tolist() for begin, end in pairwise(starts)]
-
-
 def test_accesses_go_sample_by_sample_in_batches() -> None:
     """Of one size, or as a recording has them, of which an entry is a sample or a batch."""
     for samples, starts, bounds in (
@@ -137,7 +133,7 @@ def test_accesses_go_sample_by_sample_in_batches() -> None:
     ):
         trace = replace(small_trace(samples, samples), batch_starts=starts)
         found = accesses_of(trace)
-        assert listed(found.keys, found.starts) == batches_of(trace, bounds)
+        assert [found.keys[slice(*each)].tolist() for each in pairwise(found.starts)] == batches_of(trace, bounds)
         assert (found.tables, found.sampling_rate) == (("a", "b"), 0.5)
 
 
