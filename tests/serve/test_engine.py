@@ -104,6 +104,10 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
         yield made
 
 
+def ids_of(ids: Any) -> list[Any]:
+    return [tensor("grpc", "ids", "INT64", np.array(ids))]
+
+
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
     """Rows of "t" as JSON."""
     inputs = [{"name": "ids", "datatype": "INT64", "shape": [len(ids)], "data": ids}]
@@ -235,7 +239,7 @@ def test_metrics_agree_with_what_was_asked(server):
         with refused(Status.INVALID):
             client.rows([ROWS], table="t")
     with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-        client.infer("rows.t", [tensor("grpc", "ids", "INT64", np.array([4]))])
+        client.infer("rows.t", ids_of([4]))
     for count, labels in ((3, {"protocol": "http", "status": "ok"}), (1, {"protocol": "grpc"}), (5, {})):
         assert server.metric("tierstore_request_seconds_count", model="rows.t", **labels) == count
     assert server.metric("tierstore_request_seconds_count", model="pooled.t", status="ok") == 1
@@ -289,8 +293,7 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_behind(
         Client(server.url) as client,
     ):
         asked = [pool.submit(client.rows, many, table="item") for _ in range(2)]
-        waits = "tierstore_queued_samples"  # one, while the other runs
-        wait_for(lambda: summed(server.admin, waits) or all(each.done() for each in asked))
+        wait_for(lambda: queued(server.admin) or all(each.done() for each in asked))  # one waits while the other runs
         server.process.send_signal(signal.SIGTERM)
         for each in asked:
             assert np.array_equal(each.result(WAIT_SECONDS), np.tile(want, (1000, 1)))
@@ -299,6 +302,10 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_behind(
             client.rows(ids, table="item")
     assert "stopping" in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+def queued(admin: str) -> int:
+    return int(summed(admin, "tierstore_queued_samples"))
 
 
 @pytest.mark.parametrize(
