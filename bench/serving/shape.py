@@ -92,7 +92,7 @@ def kaggle_store(folder: Path, config: Config) -> Path:
         for name in run_config.data.sparse_columns:
             _fill(store[name], generator)
         write_canary(_add_table(store, CANARY, CANARY_ROWS, config["dim"]), 1)
-        commit_run(run, run_config, Position()).result()
+        commit_run(run, Position()).result()
 
     return built(path, {name: config[name] for name in names}, build)
 

@@ -92,7 +92,7 @@ def _main(path: str, rows: str) -> None:
                 parameter.add_(1e-5 * torch.randn(parameter.shape))
             position = Position(step=position.step + 1)
             begun = time.monotonic()
-            version = commit_run(run, config, position).result()
+            version = commit_run(run, position).result()
             end = time.monotonic()
             print(json.dumps(Commit(version, end, end - begun, sum(map(len, changed.values())))._asdict()), flush=True)
 

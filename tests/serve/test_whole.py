@@ -69,7 +69,7 @@ def go_on(config: RunConfig, back_to: int = 0) -> tuple[str, Any]:
             run.optimizer.zero_grad()
             (loss * 100).backward()
             run.optimizer.step()
-            commit_run(run, config, Position()).result()
+            commit_run(run, Position()).result()
         with torch.no_grad():
             return str(store.version), torch.sigmoid(run.model(batch.dense, batch.sparse)).numpy().tobytes()
 

@@ -46,5 +46,5 @@ def commit_scaled(config: RunConfig, factor: float, evaluate: Callable[[DLRM], _
         position = restore_run(run)
         for each in run.model.dense_parameters().values():
             each.mul_(factor)
-        version = commit_run(run, config, position).result()
+        version = commit_run(run, position).result()
         return version, evaluate(run.model.eval())

@@ -70,14 +70,14 @@ class Position:
         return others[: 1 - keep] if keep > 1 else others
 
 
-def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
+def commit_run(run: Run, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
     """Begin to commit rows and all else of the run, atomically; ``files``: those that the position counts rows of."""
     run.embeddings.gather([run.optimizer])
     tensors = {f"model.{name}": each.detach() for name, each in dense_state(run.model).items()}
     names, states = list(dense_parameters(run.model)), run.optimizer.state_dict()["state"]
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
-    looked_at = tensors if config.train.check_finite == "error" else {}
+    looked_at = tensors if run.config.train.check_finite == "error" else {}
     masks = {f"model.{name}" for name, _ in run.model.named_buffers()}  # which may hold infinity
     if bad := [name for name, each in looked_at.items() if (each.isnan() if name in masks else ~each.isfinite()).any()]:
         raise NonFiniteError(f"{bad[0]} is not finite")
@@ -85,7 +85,7 @@ def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[
     tensors |= {f"metrics.{name}": each for name, each in run.metrics.state_dict(run.processes.gather).items()}
     place = asdict(position)
     extra: dict[str, Any] = {} if (seconds := place.pop("event_time")) is None else {EVENT_TIME_KEY: seconds}
-    extra[_EXTRA_KEY] = {"position": place, "config": to_dict(config), "files": [list(file) for file in files]}
+    extra[_EXTRA_KEY] = {"position": place, "config": to_dict(run.config), "files": [*map(list, files)]}
     return run.processes.commit(run.store, extra, tensors)
 
 
@@ -149,8 +149,8 @@ def _differing(other: Mapping[str, Mapping[str, Any]], config: RunConfig) -> str
     )
 
 
-def restore_run(run: Run, config: RunConfig | None = None) -> Position:
-    """Put the run where its store's last commit left it, or the start; its metrics if ``config`` has that [metrics]."""
+def restore_run(run: Run) -> Position:
+    """Put the run where its store's last commit left it, or the start; its metrics if it had the same [metrics]."""
     if not run.store.version:
         return Position()
     saved = _saved(run.store)
@@ -166,7 +166,7 @@ def restore_run(run: Run, config: RunConfig | None = None) -> Position:
     states = {index: state for index, name in names if (state := part(f"optimizer.{name}."))}
     run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
-    if config and config.metrics.names and saved["config"].get("metrics") == to_dict(config)["metrics"]:
+    if run.config.metrics.names and saved["config"].get("metrics") == to_dict(run.config)["metrics"]:
         run.metrics.load_state_dict(part("metrics."), rank=run.processes.rank)
     position = Position(**saved["position"] | {"event_time": event_time_of(run.store.extra)})
     best = 0 if position.best is None else position.best_version or run.store.version

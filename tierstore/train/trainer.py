@@ -182,7 +182,7 @@ class _Training:
     def __init__(self, config: RunConfig, reader: Reader, test_reader: Reader, hasher: FeatureHasher, run: Run) -> None:
         self.run, self._config, self._hasher = run, config, hasher
         self._reader, self._test_reader = reader, test_reader
-        self.position = restore_run(run, config)
+        self.position = restore_run(run)
         self.start_bytes = own_bytes()
         self.history = History(run.local.stats, step=self.position.step)
         rows = config.data.train_rows or reader.num_rows or 0  # of an epoch
@@ -263,7 +263,7 @@ class _Training:
         version = self.position.best_version
         if self.position.tests_since and version in self.run.local.versions:
             self.run.store.rollback(version)
-            position = restore_run(self.run, self._config)
+            position = restore_run(self.run)
             self.position = replace(position, best_version=0, ended=self._config.train.epochs)
             self._say(f"version {version} tested best, at step {self.position.step:,}")
 
@@ -368,7 +368,7 @@ class _Training:
         if self._config.train.keep_best:  # that one stays, besides the last ones
             local.dropped, local.keep = self.position.dropped(local.versions, keep), keep + (best in local.versions)
         self._committed_at = time.monotonic()
-        self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
+        self._pending = commit_run(self.run, self.position, self._reader.files)
         if self.position.best is not None:
             self.position = replace(self.position, best_version=best or self._pending.version)
         self._commit = (self.position, self.history.loss)
@@ -460,7 +460,7 @@ def _take_steps(config: RunConfig) -> None:
             with contextlib.closing(feed(run, batches, depth=config.train.prefetch_depth)) as ahead:
                 for batch in itertools.islice(itertools.takewhile(len, ahead), _STEPS):
                     train_step(run, batch)
-            commit_run(run, config, Position(epoch=epoch + 1)).result()
+            commit_run(run, Position(epoch=epoch + 1)).result()
 
 
 def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, bool]:
