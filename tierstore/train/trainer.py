@@ -94,7 +94,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
             )
         warm_up(config)
-        training = _Training(config, reader, test_reader, hasher, build_run(config, store, processes))
+        training = _Training(build_run(config, store, processes), reader, test_reader, hasher)
         run = training.run
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
         done = math.inf if training.is_whole else training.position.step
@@ -179,14 +179,14 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 class _Training:
     """A run from where its store's last commit left it; commits are written in the background, one at a time."""
 
-    def __init__(self, config: RunConfig, reader: Reader, test_reader: Reader, hasher: FeatureHasher, run: Run) -> None:
-        self.run, self._config, self._hasher = run, config, hasher
+    def __init__(self, run: Run, reader: Reader, test_reader: Reader, hasher: FeatureHasher) -> None:
+        self.run, self._config, self._hasher = run, run.config, hasher
         self._reader, self._test_reader = reader, test_reader
         self.position = restore_run(run)
         self.start_bytes = own_bytes()
         self.history = History(run.local.stats, step=self.position.step)
-        rows = config.data.train_rows or reader.num_rows or 0  # of an epoch
-        total, done = rows * config.train.epochs or None, rows * self.position.epoch + self.position.row
+        rows = run.config.data.train_rows or reader.num_rows or 0  # of an epoch
+        total, done = rows * run.config.train.epochs or None, rows * self.position.epoch + self.position.row
         look: dict[str, Any] = {"unit": " samples", "unit_scale": True, "leave": False}
         self._bar: Any = tqdm(total=total, initial=done, disable=None if run.processes.rank == 0 else True, **look)
         self._next_refresh = 0.0
