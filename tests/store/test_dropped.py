@@ -167,13 +167,17 @@ def drop_all(directory: Path, *, by_collector: bool) -> None:
     with pytest.raises(RuntimeError, match="loss is NaN"):
         outputs[0].sum().backward()
     pipelines = [tierstore.prefetch([IDS[:50].view(-1, 5)] * 9, bag, depth=depth) for depth in (0, 2)]
-    listed = [table.written(), dynamic.written(), *pipelines]
+    store.commit()
+    readers = [store, tierstore.open(directory, mode="r", ddr="1MiB")]
+    changes = [next(iter(each.changes(name))).rows() for name, each in zip("ab", readers, strict=True)]
+    listed = [table.written(), dynamic.written(), *pipelines, *changes]
     for each in listed:
         next(each)
     held = [store.commit_async(), store.record(f"{directory}.npz"), store.optimizer(), table, dynamic, bag, other]
     rings = [store._cold._file.map.locks.rings.take()]  # type: ignore[union-attr]
-    everything = [store, optimizer, outputs, hook, listed, held, rings]
+    everything = [readers, optimizer, outputs, hook, listed, held, rings]
     del store, table, dynamic, bag, other, optimizer, outputs, hook, listed, pipelines, held, rings, parameter, each
+    del readers, changes
     if by_collector:
         everything.append(everything)
     ran: list[str] = []
@@ -207,7 +211,7 @@ def test_nothing_of_python_runs_where_errors_are_dropped(store_dir: Path, by_col
     """
     run(code, store_dir, by_collector)
     with tierstore.open(store_dir, ddr="1MiB") as store:
-        assert store.version == 1
+        assert store.version == 2
 
 
 END = """

@@ -43,6 +43,8 @@ _LOG: Final = logging.getLogger("tierstore")
 _NONE: Final[Int64s] = np.empty(0, np.int64)
 _HALF: Final = np.uint64(32)
 _T = TypeVar("_T")
+# What feeds hold until they are closed. The garbage collector would end it in any thread, beside ``close``.
+_KEPT: Final[set[contextlib.ExitStack]] = set()
 
 
 class ChangedBatch(NamedTuple):
@@ -219,12 +221,14 @@ class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFee
             self.cursor = found if since in (None, found.acked.version) else Cursor()
             self._held = held.pop_all()
         self._is_closed = False
+        _KEPT.add(self._held)
 
     def close(self) -> None:
         """Release files, and the consumer's name; waits for another thread's use. May be called twice."""
         if not self._is_closed and self._process_id == os.getpid():  # in a fork, all is the parent's
             with self._lock:
                 self._is_closed = True
+                _KEPT.discard(self._held)
                 self._held.close()
 
     def __exit__(self, *_: object) -> None:

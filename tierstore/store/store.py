@@ -88,7 +88,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
-        self._feeds = weakref.WeakValueDictionary[str, ChangeFeed]()
+        self._feeds: dict[str, weakref.ref[ChangeFeed]] = {}
         self._follows = readonly and version is None and dtype is None
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
@@ -423,13 +423,14 @@ class Store(ClosedWhenDropped, Unpicklable):
                 self.directory, Memory(ddr=0, hbm=0, device=torch.device("cpu"), policy=AUTO), readonly=True,
                 version=None, keep=1, slack=2.0, threads=1, dtype=None, check_finite=None,
             )  # fmt: skip
-        self._feeds[consumer] = feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
+        feed = ChangeFeed(reader, reader._cold, folder, since, is_own=reader is not self)
+        self._feeds[consumer] = weakref.ref(feed)
         return feed
 
     def _end_feed(self, consumer: str) -> Path:
         """The consumer's folder, of which no feed of this store is open."""
         folder = folder_of(self.directory, consumer)
-        if (feed := self._feeds.get(consumer)) is not None:
+        if (known := self._feeds.get(consumer)) and (feed := known()):
             feed.close()
         settle(_SETTLE_SECONDS)
         return folder
@@ -530,7 +531,7 @@ class Store(ClosedWhenDropped, Unpicklable):
             return
         with contextlib.ExitStack() as last:
             last.callback(self._end, kind)
-            for feed in list(self._feeds.values()):
+            for feed in filter(None, [known() for known in self._feeds.values()]):
                 last.callback(feed.close)
 
     def _end(self, kind: type[BaseException] | None) -> None:

@@ -115,8 +115,8 @@ def output_locked(
 ) -> Iterator[int]:  # fmt: skip
     """Open a file or directory with its lock; gives the descriptor. TierstoreError, the refusal, if another process has
     it locked for so long. OSError: it cannot be opened. A forked process may have a copy of the descriptor, so the end
-    unlocks it."""
-    deadline = time.monotonic() + patience_seconds
+    unlocks it, but not in that process."""
+    deadline, owner = time.monotonic() + patience_seconds, os.getpid()
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         while True:
@@ -131,7 +131,8 @@ def output_locked(
         try:
             yield descriptor
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            if os.getpid() == owner:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
