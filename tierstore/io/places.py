@@ -52,14 +52,14 @@ class Segments:
         self.dead: Int64s = np.empty(0, np.int64)
         self._in_order = 0  # of the dead, so many at the front ascend by number and go next
         self.held_under: dict[int, Int32s] = {}
-        self._free: list[int] = []
-        self._waiting: list[tuple[int, list[int]]] = []
+        self._free: Int64s = np.empty(0, np.int64)  # the last is taken first
+        self._waiting: list[tuple[int, Int64s]] = []
 
     def copied(self) -> "Segments":
         other = Segments(self.layout, self.geo.layout_id)
         other.arrays = SegmentArrays._make(column.copy() for column in self.arrays)
         other.pages, other.rows, other.dead = self.pages, self.rows, self.dead
-        other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
+        other._free = np.concatenate([self._free, *(slots for _, slots in self._waiting)])
         return other
 
     @property
@@ -97,9 +97,10 @@ class Segments:
         if len(self._free) < count:
             grown = length + max(count, length // 2)
             self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
-            self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
-            self._free = list(range(grown - 1, length - 1, -1))
-        slots, arrays = np.array([self._free.pop() for _ in range(count)], np.int64), self.arrays
+            self._waiting = [(txn_id, np.concatenate([*(slots for _, slots in self._waiting), self._free]))]
+            self._free = np.arange(grown - 1, length - 1, -1)
+        left, arrays = len(self._free) - count, self.arrays
+        slots, self._free = self._free[left:][::-1].copy(), self._free[:left]
         arrays.data_pages[slots] = self.data_pages(stored)
         arrays.numbers[slots] = stored["number"]
         arrays.live[slots] = arrays.held[slots] = 0
@@ -113,7 +114,7 @@ class Segments:
         """The largest of the slots that so many segments may take."""
         if count > len(self._free):
             return len(self.arrays.numbers) + count - 1
-        return max(self._free[len(self._free) - count :], default=0)
+        return int(self._free[len(self._free) - count :].max(initial=0))
 
     @property
     def dead_pages(self) -> int:
@@ -137,12 +138,13 @@ class Segments:
         """Segments were deleted by a transaction; their slots wait for its readers."""
         self.pages -= int(self.arrays.pages[slots].sum())
         self.arrays.rows[slots] = 0
-        self._waiting.append((txn_id, slots.tolist()))
+        self._waiting.append((txn_id, slots))
 
     def reuse(self, oldest: int) -> None:
         """Slots that only trees before transaction ``oldest`` knew are free."""
-        self._free += [slot for txn_id, slots in self._waiting if txn_id <= oldest for slot in slots]
-        self._waiting = [each for each in self._waiting if each[0] > oldest]
+        freed = [slots for txn_id, slots in self._waiting if txn_id <= oldest]
+        waiting = [each for each in self._waiting if each[0] > oldest]
+        self._free, self._waiting = np.concatenate([self._free, *freed]), waiting
 
     def held(self, version: int) -> Int32s:
         """int32 [slots]: held rows, by segment, that no version after this one needs."""
