@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel, prefetch_word
+from ..kernels.simd import put
 from ..kernels.xxh64 import PRIME_1, PRIME_2, words_hash
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from ..system.files import RESTORE
@@ -137,6 +138,12 @@ def page_header_status(words: Words, page_words: int, limit: int, page: int, pag
     return 0
 
 
+@inline
+def _clear(words: Words, begin: int, end: int) -> None:
+    for i in range(begin, end):
+        put(words, i, np.uint64(0))
+
+
 @kernel
 def build_segment(
     geo: Geometry, number: int, epochs: Words, keys: Int64s, slots: Int32s, weights: Words, state: Words, image: Words
@@ -155,7 +162,10 @@ def build_segment(
     image[MAGIC] = _MAGIC
     image[NUMBER] = np.uint64(number)
     image[COUNT] = np.uint64(num) | (MIXED if is_mixed else np.uint64(0))
-    image[NEWEST], image[OLDEST] = epochs.max(), epochs.min()
+    newest = oldest = epochs[0]
+    for epoch in epochs:
+        newest, oldest = max(newest, epoch), min(oldest, epoch)
+    image[NEWEST], image[OLDEST] = newest, oldest
     end = KEYS + num
     for i in range(num):
         image[KEYS + i] = np.uint64(keys[i])
@@ -163,7 +173,7 @@ def build_segment(
         copy_words(image, end, epochs, 0, num)
         end += num
     image[CHECKSUM] = words_hash(image, MAGIC, end - MAGIC, np.uint64(number))
-    image[end:first] = np.uint64(0)
+    _clear(image, end, first)
     row_words = geo.weight_words + geo.state_words
     block_words = geo.pages_per_block * geo.page_words
     used = BLOCK_HEADER_WORDS + geo.rows_per_block * (row_words + 2)
@@ -174,8 +184,8 @@ def build_segment(
         image[start] = np.uint64(number)
         image[start + 1] = block_word(image[NUMBER], image[NEWEST], block, stop - begin, stop == num)
         if stop - begin < geo.rows_per_block:
-            image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
-        image[start + used : start + block_words] = np.uint64(0)
+            _clear(image, start + BLOCK_HEADER_WORDS, start + used)
+        _clear(image, start + used, start + block_words)
         for i in range(begin, stop):
             if i + PREFETCH_ROWS < num:
                 prefetch_word(weights, np.int64(slots[i + PREFETCH_ROWS]) * geo.weight_words)
