@@ -3,7 +3,8 @@
 A table's *form* is its sharding type, its exchange and the number of its ranks; with the ranks it is an *option*. The
 search begins with plans whose tables all have one form, or the smallest of them data-parallel, and with each table in
 the form that costs least alone. Each is dealt out, costliest tables first, every table to the ranks where it costs
-least of those that have the space (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+least of those that have the space (Graham, Bounds on Multiprocessing Timing Anomalies, 1969); and, if ranks have a
+limit, largest tables first, every table to the ranks that have the most space.
 
 In the best few, the beam (Zha et al., Pre-train and Search, MLSys 2023), each table in turn takes the option that makes
 the step fastest, until none changes. Then all tables of a group take another form together, which saves what a group
@@ -237,17 +238,20 @@ class Search:
         found: Float64s = np.where(fitting, gains, np.inf)
         return found
 
-    def _dealt(self, state: _State, forms: Mapping[int, int]) -> _State | None:
-        """With tables, in place, in the option of their form that is best as the others are; None if one has no space.
+    def _dealt(self, state: _State, forms: Mapping[int, int], *, by_size: bool = False) -> _State | None:
+        """With tables, in place, in the option of their form that is best as the others are, the costliest first; or
+        ``by_size``, where the ranks have the most space, the largest first. None if one has no space.
 
         Args:
             forms: of tables that have no option yet.
         """
         known = {table: self._options[table].of_form[form] for table, form in forms.items()}
-        for table in sorted(forms, key=lambda table: (len(known[table]) > 1, -self._alone_s(table, forms[table]))):
+        weigh = self._size_bytes if by_size else self._alone_s
+        for table in sorted(forms, key=lambda table: (len(known[table]) > 1, -weigh(table, forms[table]))):
             gains, sizes = self._gains(state, table, known[table]), self._options[table].size_bytes[known[table]]
+            taken = np.where(gains < np.inf, sizes @ state.size_bytes, np.inf)
             # Of equal ones, as those of tables that are not looked up: where the ranks have the most space.
-            best = int(np.lexsort((sizes @ state.size_bytes, gains))[0])
+            best = int(np.lexsort((gains, taken) if by_size else (taken, gains))[0])
             if gains[best] == np.inf:
                 return None
             self._put(state, table, int(known[table][best]), float(gains[best]))
@@ -256,6 +260,10 @@ class Search:
     def _alone_s(self, table: int, form: int) -> float:
         own = self._options[table]
         return own.alone_s(int(own.of_form[form][0]))
+
+    def _size_bytes(self, table: int, form: int) -> float:
+        own = self._options[table]
+        return float(own.size_bytes[own.of_form[form][0]].sum())
 
     def _costly(self, state: _State) -> list[int]:
         """Tables, the costliest first."""
@@ -281,18 +289,20 @@ class Search:
     def _starts(self) -> Iterator[_State]:
         count, ranks = len(self._tables), self._costs.world_size
         known = [set(own.of_form) for own in self._options]
-        by_size = sorted(range(count), key=lambda index: self._tables[index].num_embeddings)
+        smallest = sorted(range(count), key=lambda index: self._tables[index].num_embeddings)
         cheapest = {table: min(own, key=lambda form: self._alone_s(table, form)) for table, own in enumerate(known)}
         chosen = [cheapest]
         for base in range(len(self._forms)):
             for number in dict.fromkeys((0, *_powers(count, 4), count)):
-                small = set(by_size[:number])
+                small = set(smallest[:number])
                 chosen.append(
                     {table: 0 if table in small else base if base in own else 1 for table, own in enumerate(known)}
                 )
         for forms in {tuple(each.values()): each for each in chosen}.values():
-            if (state := self._dealt(_State(count, len(self._groups), ranks), forms)) is not None:
-                yield state
+            for by_size in {False, self._rank_bytes < np.inf}:
+                state = self._dealt(_State(count, len(self._groups), ranks), forms, by_size=by_size)
+                if state is not None:
+                    yield state
 
     def _changes(self, state: _State) -> Iterator[_State]:
         """Those where two of the costliest tables have other options, as where space is short one has to give way; and
