@@ -157,14 +157,10 @@ def greedy(
     seed: int = 0,
 ) -> Prediction:  # fmt: skip
     """The table-wise plan by a rule: tables are dealt out, heaviest first, each to the rank with the least weight that
-    has the space. Of the two exchanges, all tables have the one that the costs say is faster. ValueError: no rank has
-    the space for a table, after those before it.
-
-    Args:
-        rule: a table's weight: "size": rows times columns. "dim": columns. "lookups": columns times ids of a batch.
-            "size-lookups": the product of both. "random": each table on any rank with the space.
-        rank_bytes: limit of each rank's rows with their optimizer state. seed: of "random".
-    """
+    has the space, ``rank_bytes`` for rows with their optimizer state. Of the two exchanges, all tables have the one
+    that the costs say is faster. ValueError: no rank has the space for a table, after those before it. Weights are by
+    "size" rows times columns, by "dim" columns, by "lookups" columns times ids of a batch, by "size-lookups" the
+    product of both; by "random" each table is on any rank with the space."""
     generator, ranks, weights = np.random.default_rng(seed), costs.world_size, dict[str, float]()
     for table in tables:
         rows, dim = table.num_embeddings, table.embedding_dim
