@@ -6,7 +6,7 @@ import sys
 
 from .data import ROOT, find_criteo
 
-NEED_CRITEO = ("criteo", "towers", "precision", "dist", "dist_costs", "policies", "generalisation")
+NEED_CRITEO = ("criteo", "ids", "tiers", "towers", "precision", "dist", "dist_costs", "policies", "generalisation")
 
 
 def main() -> int:

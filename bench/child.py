@@ -1,5 +1,6 @@
 """Processes that a benchmark owns: asked line by line, looked at, ended."""
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -8,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Final, ParamSpec, Self, TypeVar
 
 import psutil
@@ -28,41 +28,21 @@ def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return process.submit(work, *args, **kwargs).result()
 
 
-def fields_of(file: str) -> dict[str, str]:
-    """A file of /proc with a field and its value in each line."""
-    return dict(line.split(":", 1) for line in Path("/proc", file).read_text().splitlines())
-
-
 class Child:
-    """A process; leaving a ``with`` block ends it.
-
-    Attributes:
-        needs_signal: to end; else it ends when its standard input does.
-
-    Args:
-        log: what it writes to standard error is appended there; None for this process's own.
-    """
+    """A process; leaving a ``with`` block ends it. What it writes to standard error is appended to the log, if there is
+    one. It ends when its standard input does, unless it ``needs_signal``."""
 
     needs_signal: ClassVar[bool] = False
 
     def __init__(self, command: Sequence[object], *, log: Path | None = None, cwd: Path = ROOT) -> None:
-        self._log, self._text = log, b""
-        errors = None if log is None else log.open("ab")
-        try:
-            self.process = subprocess.Popen(
-                [*map(str, command)], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0
-            )
-        finally:
-            if errors is not None:
-                errors.close()
+        self._log, self._text, pipe = log, b"", subprocess.PIPE
+        with contextlib.nullcontext() if log is None else log.open("ab") as errors:
+            words = [*map(str, command)]
+            self.process = subprocess.Popen(words, cwd=cwd, stdin=pipe, stdout=pipe, stderr=errors, bufsize=0)
         self._watched = psutil.Process(self.process.pid)
 
     def line(self) -> str:
-        """What it prints next.
-
-        Raises:
-            RuntimeError: it ended, or printed nothing for five minutes.
-        """
+        """What it prints next; RuntimeError if it ended, or printed nothing for five minutes."""
         assert self.process.stdout is not None
         descriptor, end = self.process.stdout.fileno(), time.monotonic() + _LINE_SECONDS
         while b"\n" not in self._text:
@@ -111,9 +91,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: object, trace: object) -> None:
         if self.process.poll() is not None:
             self._close()
         elif error is None:

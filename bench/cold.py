@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import psutil
 
 from tierstore.plan.measure import page_cache
 
@@ -56,8 +57,7 @@ class _Taken(NamedTuple):
 
 
 def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitStack) -> list[_Contender]:
-    batch = request.config["batch_rows"]
-    found = []
+    batch, found = request.config["batch_rows"], []
     if "rocksdb" in names and rocksdb_rows.is_there():
         for name, threads in ((ROCKSDB, len(os.sched_getaffinity(0))), (ROCKSDB_MANY, MANY_THREADS)):
             keyed = RocksdbRows(request.folder, rows, threads=threads)
@@ -74,9 +74,8 @@ def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitSta
 
 def _round(contenders: list[_Contender], rows: int, generator: np.random.Generator, reads: int) -> dict[str, _Taken]:
     """A batch of each contender, by its name, and so many reads by fio."""
-    found = {}
-    store = contenders[0].paths[0]
-    for limit in LIMITS.values() if device.is_there() else ():
+    found, process, store = {}, psutil.Process(), contenders[0].paths[0]
+    for limit in LIMITS.values():
         page_cache.drop(store)
         found[limit] = _Taken(*device.read_seconds(store, reads, direct=limit == LIMIT))
     for own in contenders:
@@ -84,10 +83,10 @@ def _round(contenders: list[_Contender], rows: int, generator: np.random.Generat
         for path in own.paths:
             page_cache.drop(path)
             resident = max(resident, device.resident_share(path))
-        before, begun, processor = device.bytes_read_of_process(), time.perf_counter(), time.process_time()
+        before, begun, processor = process.io_counters().read_bytes, time.perf_counter(), time.process_time()
         own.read(ids)
         seconds = time.perf_counter() - begun, time.process_time() - processor
-        found[own.name] = _Taken(*seconds, device.bytes_read_of_process() - before, resident)
+        found[own.name] = _Taken(*seconds, process.io_counters().read_bytes - before, resident)
     return found
 
 
@@ -119,7 +118,6 @@ def _case(request: Run, given: dict[str, Any]) -> dict[str, Any]:
             for own, most in zip(series[name], series[limit], strict=True)
         )
         for name, limit in LIMITS.items()
-        if limit in series
     }
     medians = {name: _Taken(*map(statistics.median, zip(*taken, strict=True))) for name, taken in series.items()}
     return {
@@ -139,12 +137,11 @@ def _rates(cases: list[dict[str, Any]]) -> Table:
     rows = []
     for case in cases:
         for name, rate in case["rates"].items():
-            limit = case["rates"].get(LIMITS.get(name, LIMIT))
+            limit = case["rates"][LIMITS.get(name, LIMIT)]
             spread = f"{rate['lowest']:,.0f} - {rate['highest']:,.0f}"
-            of_limit = f"{rate['median'] / limit['median']:.2f}" if limit else ""
+            costs = [f"{rate['median'] / limit['median']:.2f}", f"{case['processor_us'][name]:.1f}"]
             asked = f"{case['amplification'][name]:.1f}" if name in case["amplification"] else ""
-            processor = f"{case['processor_us'][name]:.1f}"
-            rows.append([case["name"], name, f"{rate['median']:,.0f}", spread, of_limit, processor, asked])
+            rows.append([case["name"], name, f"{rate['median']:,.0f}", spread, *costs, asked])
     columns = ["rows", "read by", "rows or reads/s", "lowest - highest", "of the limit", "processor us a row or read"]
     return Table("cold reads", [*columns, "bytes read, of asked"], rows)
 
@@ -185,7 +182,6 @@ def run(request: Run) -> Report:
         "keep more reads in flight; tierstore does so from one."
         if rocksdb_rows.is_there()
         else "RocksDB is not there: `make peers` brings it.",
-        *([] if device.is_there() else [device.MISSING]),
     ]
     return Report([_rates(cases)], [*_goals(cases)], notes, {"cases": cases})
 

@@ -42,14 +42,9 @@ class Training:
     """Steps of a small model over one table, as many as wanted."""
 
     def __init__(self, store: tierstore.Store, config: dict[str, Any]) -> None:
-        table = store.create_table(
-            tierstore.TableConfig(
-                name="item",
-                num_embeddings=config["rows"],
-                embedding_dim=config["dim"],
-                optimizer=tierstore.optim.RowWiseAdagrad(lr=0.05),
-            )
-        )
+        shape = {"num_embeddings": config["rows"], "embedding_dim": config["dim"]}
+        rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+        table = store.create_table(tierstore.TableConfig(name="item", optimizer=rule, **shape))
         torch.manual_seed(config["seed"])
         self._store = store
         self._bag = tierstore.TieredEmbeddingBag(table, mode="sum")
@@ -81,39 +76,24 @@ class Training:
 
 def _background(training: Training, store: tierstore.Store, steps: int, base: float) -> Stall:
     """One commit and the steps beside it; ``base`` is what a step takes without."""
-    before = store.stats()
-    begun = time.perf_counter()
+    before, begun = store.stats(), time.perf_counter()
     pending = training.commit()
-    call = time.perf_counter() - begun
-    ended: list[float] = []
+    call, ended, beside = time.perf_counter() - begun, list[float](), list[float]()
     pending.add_done_callback(lambda _: ended.append(time.perf_counter()))
-    during = []
-    taken = 0
-    while taken < steps or not pending.done():
-        is_beside = not pending.done()
-        seconds = training.step()
-        taken += 1
-        if is_beside:
-            during.append(seconds)
+    while not pending.done():
+        beside.append(training.step())
+    for _ in range(steps - len(beside)):
+        training.step()
     pending.result()
-    slower = sum(seconds - base for seconds in during)
+    slower = sum(seconds - base for seconds in beside)
     after = store.stats()
     waited = after.ddr.waited_seconds - before.ddr.waited_seconds
     return Stall(call, waited, slower, ended[0] - begun, after.ssd.rows_written - before.ssd.rows_written)
 
 
-def _waited(training: Training) -> float:
-    """Seconds of a commit that is waited for."""
-    begun = time.perf_counter()
-    training.commit().result()
-    return time.perf_counter() - begun
-
-
 def _measure(config: dict[str, Any], folder: Path) -> tuple[list[float], list[Stall], list[float]]:
     """Medians of steps without a commit, background commits, and seconds of commits that were waited for."""
-    alone: list[float] = []
-    stalls: list[Stall] = []
-    waited: list[float] = []
+    alone, stalls, waited = list[float](), list[Stall](), list[float]()
     with tierstore.open(folder, ddr=config["ddr"]) as store:
         training = Training(store, config)
         try:
@@ -122,7 +102,9 @@ def _measure(config: dict[str, Any], folder: Path) -> tuple[list[float], list[St
             for _ in range(config["repetitions"]):
                 alone.append(statistics.median(training.step() for _ in range(config["steps"])))
                 stalls.append(_background(training, store, config["steps"], alone[-1]))
-                waited.append(_waited(training))
+                begun = time.perf_counter()
+                training.commit().result()
+                waited.append(time.perf_counter() - begun)
                 for _ in range(config["steps"]):
                     training.step()
         finally:

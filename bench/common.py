@@ -12,8 +12,11 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from tierstore.system.files import write_text
 
 from . import machine
 from .data import ROOT
@@ -24,16 +27,9 @@ RESULTS: Final = ROOT / "bench" / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a benchmark is given.
-
-    Attributes:
-        config: the keys of ``bench/NAME.toml``, with those of its table ``quick`` laid over them under ``--quick``.
-        quick: small sizes, to see that the program works; its figures are not results.
-        folder: where stores and data files are built, and found again by the next run.
-        parts: of a benchmark that has parts, those to measure; none for all.
-        earlier: figures that the report's file holds already, for the parts that are not measured again.
-        save: writes a report of what was found so far to the report's file, if there is one.
-    """
+    """What a benchmark is given: the keys of ``bench/NAME.toml``, those of its table ``quick`` laid over them if it is
+    ``quick``; a folder where stores and data files are found again by the next run; ``parts`` to measure, none for all;
+    ``earlier`` figures of the parts that are not measured again; and ``save``, which writes what was found so far."""
 
     config: dict[str, Any]
     quick: bool
@@ -79,13 +75,8 @@ class Goal:
 
 @dataclass
 class Report:
-    """What a benchmark, or a part of one, found.
-
-    Attributes:
-        notes: how it was measured, for people.
-        figures: every number behind the tables, for programs; of a part, what it measured is.
-        question: what it answers, in a sentence; else the first line of the program's docstring.
-    """
+    """What a benchmark, or a part of one, found: ``notes`` say how, ``figures`` are every number behind the tables (of
+    a part, what it measured), and ``question`` is what it answers if not the first line of the program's docstring."""
 
     tables: list[Table]
     goals: list[Goal] = field(default_factory=list)
@@ -106,10 +97,8 @@ def measure(
     warm_up: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each action, repetition by repetition, the actions taking turns; without those of the ``warm_up``.
-
-    Taking turns gives each the same share of whatever else the machine does meanwhile.
-    """
+    """Seconds of each action, repetition by repetition, without those of the ``warm_up``. Actions take turns, so that
+    each has the same share of whatever else the machine does meanwhile."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(warm_up + repetitions):
         for name, action in actions.items():
@@ -153,11 +142,10 @@ def plain(value: Any) -> Any:
 def aligned(table: Table) -> str:
     """The table with its columns lined up, first column to the left."""
     cells = [table.columns, *table.rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
-    lines = [
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = ["<", *">" * (len(widths) - 1)]
+    formats = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
+    lines = ["  ".join(formats).format(*row) for row in cells]
     return "\n".join([table.title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -236,22 +224,16 @@ def _parts_of(text: str, known: Sequence[str], parser: argparse.ArgumentParser) 
     return chosen
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text)
-    beside.replace(path)
-
-
 def program(
-    name: str, run: Callable[[Run], Report], arguments: Sequence[str] | None = None, *, parts: Sequence[str] = ()
+    name: str,
+    run: Callable[[Run], Report],
+    arguments: Sequence[str] | None = None,
+    *,
+    about: str = "",
+    parts: Sequence[str] = (),
 ) -> int:
-    """The command line of ``python -m bench.NAME``; returns the exit status.
-
-    Args:
-        parts: what the benchmark consists of, if it can be measured part by part, into one file.
-    """
-    about = sys.modules[run.__module__].__doc__ or ""
+    """The command line of ``python -m bench.NAME``; returns the exit status. ``about`` is the text of ``--help``, the
+    question that it answers first, and ``parts`` can be measured one by one, into one file."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
     parser.add_argument("--json", type=Path, metavar="PATH", help=f"[bench/results/{name}.json; none if quick]")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
@@ -271,7 +253,8 @@ def program(
         report.question = report.question or about.partition("\n")[0]
         if target:
             found = _as_json(name, request, report, described, time.perf_counter() - begun)
-            _write(target, json.dumps(found, indent=1) + "\n")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, json.dumps(found, indent=1) + "\n", force=True)
 
     request = Run(
         config=load_config(given.config, given.quick),
@@ -292,35 +275,24 @@ def program(
 
 
 def start(name: str) -> None:
-    """Run ``bench.NAME`` and end: its ``run``, or else its ``PARTS``.
-
-    It is imported by its name, so that processes of its own find what they are to run.
-    """
+    """Run ``bench.NAME`` and end: its ``run``, or else its ``PARTS``. It is imported by its name, so that processes of
+    its own find what they are to run."""
     module = importlib.import_module(f"bench.{name}")
     parts = getattr(module, "PARTS", {})
-
-    def run(request: Run) -> Report:
-        return module.run(request) if hasattr(module, "run") else run_parts(request, parts)
-
-    run.__module__ = module.__name__
-    sys.exit(program(name, run, parts=tuple(parts)))
+    run = getattr(module, "run", partial(run_parts, parts=parts))
+    sys.exit(program(name, run, about=module.__doc__ or "", parts=tuple(parts)))
 
 
 class Part(NamedTuple):
-    """Attributes:
-    measure: given the request and the figures of other parts, by their names; returns figures.
-    tell: given those figures as JSON has them.
-    """
+    """``measure`` is given the figures of other parts, too, by their names; ``tell`` its own as JSON has them."""
 
     measure: Callable[[Run, dict[str, Any]], dict[str, Any]]
     tell: Callable[[dict[str, Any]], Report]
 
 
 def run_parts(request: Run, parts: Mapping[str, Part]) -> Report:
-    """Measure the parts that are asked for; the figures of the others stay as they are in the report's file.
-
-    The report is saved after each part, so that one that fails costs none before it.
-    """
+    """Measure the parts that are asked for; the figures of the others stay as they are in the report's file, which is
+    written after each part, so that one that fails costs none before it."""
     asked = request.parts or tuple(parts)
     figures: dict[str, Any] = {name: found for name, found in request.earlier.items() if name not in asked}
     for name in asked:
@@ -335,8 +307,6 @@ def run_parts(request: Run, parts: Mapping[str, Part]) -> Report:
 def _told(parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
     figures = {name: measured[name] for name in parts if name in measured}
     told = [parts[name].tell(found) for name, found in figures.items()]
-    tables, goals, notes = ([each for part in told for each in getattr(part, kind)] for kind in _OF_PARTS)
+    kinds = ("tables", "goals", "notes")
+    tables, goals, notes = ([each for part in told for each in getattr(part, kind)] for kind in kinds)
     return Report(tables, goals, notes, figures)
-
-
-_OF_PARTS = ("tables", "goals", "notes")

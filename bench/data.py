@@ -23,12 +23,8 @@ def examples(page: str) -> list[str]:
 
 def find_criteo() -> Path | None:
     """The file of 80,000 consecutive Criteo rows: $TIERSTORE_CRITEO, else shared/data in or above the checkout.
-
-    Raises:
-        FileNotFoundError: TIERSTORE_CRITEO names no file.
-    """
-    named = os.environ.get("TIERSTORE_CRITEO")
-    if named:
+    FileNotFoundError: TIERSTORE_CRITEO names no file."""
+    if named := os.environ.get("TIERSTORE_CRITEO"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"TIERSTORE_CRITEO={named} is not a file; unset it or name the Criteo rows")
         return Path(named)
@@ -38,20 +34,17 @@ def find_criteo() -> Path | None:
 
 def require_criteo() -> Path:
     """``find_criteo``, or SystemExit with the way out."""
-    path = find_criteo()
-    if path is None:
-        raise SystemExit(
-            f"This benchmark needs {CRITEO_NAME}, 80,000 rows of the Criteo Kaggle set, no part of the project; "
-            "set TIERSTORE_CRITEO to the file."
-        )
-    return path
+    if path := find_criteo():
+        return path
+    raise SystemExit(
+        f"This benchmark needs {CRITEO_NAME}, 80,000 rows of the Criteo Kaggle set, no part of the project; "
+        "set TIERSTORE_CRITEO to the file."
+    )
 
 
 def criteo_keys(path: Path) -> NDArray[np.int64]:
     """int64 [lookups]: the rows looked up, in row order and column by column within a row; missing values look up none.
-
-    A key is ``column << 40 | value``, so that all 26 columns share one key space.
-    """
+    A key is ``column << 40 | value``, so that all 26 columns share one key space."""
     with gzip.open(path, "rt") as lines:
         rows = (line.rstrip("\n").split("\t")[_FIRST_CATEGORY:] for line in lines)
         keys = [column << _KEY_ROW_BITS | int(value, 16) for row in rows for column, value in enumerate(row) if value]

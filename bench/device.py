@@ -1,4 +1,4 @@
-"""What the device itself gives, by fio: the limit beside which reads and writes are told; and what a process took."""
+"""What the device itself gives, by fio: the limit beside which reads and writes are told."""
 
 import ctypes
 import json
@@ -11,9 +11,6 @@ from typing import Any, Final, NamedTuple
 
 from tierstore.system import page_cache
 
-from .child import fields_of
-
-MISSING: Final = "fio is missing, so the device's limit was not measured: on Debian and Ubuntu, apt install fio."
 DEPTH: Final = 64
 _PAGE_BYTES: Final = 4096
 _WRITTEN_BYTES: Final = 2**27
@@ -34,22 +31,14 @@ def resident_share(path: Path) -> float:
     return sum(flag & 1 for flag in flags.raw) / len(flags)
 
 
-def is_there() -> bool:
-    return shutil.which("fio") is not None
-
-
 def _fio(path: Path, **settings: object) -> dict[str, Any]:
-    """What one job did, past the page cache unless told otherwise.
-
-    Raises:
-        CalledProcessError: it failed; what it said is above.
-    """
+    """What one job did, past the page cache unless told otherwise."""
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is missing, which measures the device's limit: on Debian and Ubuntu, apt install fio.")
     given = {"name": "limit", "filename": path, "direct": 1, "iodepth": DEPTH, "ioengine": "io_uring"} | settings
     flags = [f"--{name}={value}" for name, value in given.items()]
     done = subprocess.run(["fio", "--output-format=json", *flags], stdout=subprocess.PIPE, check=True)
-    (job,) = json.loads(done.stdout)["jobs"]
-    found: dict[str, Any] = job
-    return found
+    return dict(json.loads(done.stdout)["jobs"][0])
 
 
 class Seconds(NamedTuple):
@@ -69,23 +58,16 @@ def read_seconds(path: Path, reads: int, *, direct: bool = True) -> Seconds:
     return Seconds(float(reads / job["read"]["iops"]), processor)
 
 
-def reads_per_s(path: Path) -> float | None:
-    """Reads of 4 KiB a second at queue depth 64; None without fio."""
-    return statistics.median(20_000 / read_seconds(path, 20_000).elapsed for _ in range(_TURNS)) if is_there() else None
+def reads_per_s(path: Path) -> float:
+    """Reads of 4 KiB a second at queue depth 64."""
+    return statistics.median(20_000 / read_seconds(path, 20_000).elapsed for _ in range(_TURNS))
 
 
-def written_bytes_per_s(folder: Path) -> float | None:
-    """Of writing on, in pieces of 4 MiB, synced at the end; None without fio."""
-    if not is_there():
-        return None
+def written_bytes_per_s(folder: Path) -> float:
+    """Of writing on, in pieces of 4 MiB, synced at the end."""
     path, rates = folder / "device.dat", []
     for _ in range(_TURNS):
         job = _fio(path, rw="write", bs="4m", iodepth=1, size=_WRITTEN_BYTES, end_fsync=1)
         rates.append(1e3 * _WRITTEN_BYTES / float(job["job_runtime"]))
         path.unlink()
     return statistics.median(rates)
-
-
-def bytes_read_of_process() -> int:
-    """What this process fetched from devices so far (/proc/self/io)."""
-    return int(fields_of("self/io")["read_bytes"])

@@ -30,7 +30,6 @@ from tierstore.settings.sections import described
 from tierstore.trace import TableTrace, Trace
 
 from .common import Goal, Part, Report, Run, Table, start
-from .data import require_criteo
 from .sharded.ranks import run_ranks
 from .sharded.step_part import joined
 from .sharded.systems import System
@@ -62,9 +61,8 @@ def _tell_errors(figures: Figures) -> Report:
     title = "mean error of what is predicted of a step, sets of tables that were not fitted"
     rows = [[str(costs["world_size"]), kind, f"{error:.1%}"] for costs, kind, error in pairs]
     note = "; ".join(costs["source"].partition("measure, ")[2] for costs in figures["costs"])
-    return Report(
-        [Table(title, ["ranks", "exchange", "error"], rows)], goals, [f"Costs: {note}; each fifth set is held out."]
-    )
+    note = f"Costs: {note}; each fifth set is held out."
+    return Report([Table(title, ["ranks", "exchange", "error"], rows)], goals, [note])
 
 
 class Case(NamedTuple):
@@ -86,7 +84,7 @@ def _table(name: str, num_rows: int, dim: int) -> tierstore.TableConfig:
 
 def _criteo(config: Figures, dim: int, size: int) -> Case:
     shape = config | {"criteo_batch": config["batch"], "dim": dim}
-    found = criteo(require_criteo(), shape, size * config["batches"])
+    found = criteo(shape, size * config["batches"])
     tables = [_table(f"f{number}", rows, dim) for number, rows in enumerate(found.rows)]
     return Case(f"Criteo, {dim} columns", tables, [found.batches[rank::size] for rank in range(size)])
 
@@ -147,11 +145,10 @@ def _demand(case: Case) -> Demand:
     """What the batches of all ranks ask for."""
     steps = [joined(of_ranks) for of_ranks in zip(*case.batches, strict=True)]
     tables = {}
-    for table in case.tables:
-        ids, lengths = (
-            torch.cat([getattr(step[table.name], part)() for step in steps]).numpy() for part in ("values", "lengths")
-        )
-        tables[table.name] = TableTrace(ids, np.append(0, np.cumsum(lengths)))
+    for name in (table.name for table in case.tables):
+        ids = torch.cat([step[name].values() for step in steps]).numpy()
+        lengths = torch.cat([step[name].lengths() for step in steps]).numpy()
+        tables[name] = TableTrace(ids, np.append(0, np.cumsum(lengths)))
     return demand_of(Trace(tables=tables, batch_samples=steps[0].stride()), case.tables, len(case.batches))
 
 
@@ -160,14 +157,10 @@ def greedy(
     seed: int = 0,
 ) -> Prediction:  # fmt: skip
     """The table-wise plan by a rule: tables are dealt out, heaviest first, each to the rank with the least weight that
-    has the space. Of the two exchanges, all tables have the one that the costs say is faster. ValueError: no rank has
-    the space for a table, after those before it.
-
-    Args:
-        rule: a table's weight: "size": rows times columns. "dim": columns. "lookups": columns times ids of a batch.
-            "size-lookups": the product of both. "random": each table on any rank with the space.
-        rank_bytes: limit of each rank's rows with their optimizer state. seed: of "random".
-    """
+    has the space, ``rank_bytes`` for rows with their optimizer state. Of the two exchanges, all tables have the one
+    that the costs say is faster. ValueError: no rank has the space for a table, after those before it. Weights are by
+    "size" rows times columns, by "dim" columns, by "lookups" columns times ids of a batch, by "size-lookups" the
+    product of both; by "random" each table is on any rank with the space."""
     generator, ranks, weights = np.random.default_rng(seed), costs.world_size, dict[str, float]()
     for table in tables:
         rows, dim = table.num_embeddings, table.embedding_dim
@@ -302,16 +295,12 @@ def _tell(figures: Figures) -> Report:
         plans = point["plans"]
         for name, each in plans.items():
             predicted, found = _imbalance(each["predicted_served"]), _imbalance(each["served"])
-            is_found, times = name == _BEAM_SEARCH, (each["predicted_s"], each["seconds"]["median"])
+            is_found = name == _BEAM_SEARCH
             off.setdefault("found" if is_found else "by hand", []).append(abs(_error(each)))
             uneven.append(abs(predicted / found - 1))
             forms = "; ".join(f"{count} {form}" for form, count in each["forms"].items()) if is_found else ""
-            shown = [
-                *(f"{1e3 * each:.1f}" for each in times),
-                f"{_error(each):+.0%}",
-                f"{predicted:.2f}",
-                f"{found:.2f}",
-            ]
+            shown = [f"{1e3 * seconds:.1f}" for seconds in (each["predicted_s"], each["seconds"]["median"])]
+            shown += [f"{_error(each):+.0%}", f"{predicted:.2f}", f"{found:.2f}"]
             rows.append([f"{point['ranks']}, {point['workload']}", name, *shown, forms])
         best = min(each["seconds"]["median"] for name, each in plans.items() if name not in (_BEAM_SEARCH, COPIED))
         by_hand.append(best / plans[_BEAM_SEARCH]["seconds"]["median"])

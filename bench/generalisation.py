@@ -51,11 +51,9 @@ def _drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tup
     found = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(config["trials"])  # type: ignore[no-untyped-call]
     scale = (batch / config["rates_batch"]) ** 0.5
     scales = scale, 1.0 if optimizer == "hessian-free" else scale
-    pairs = (
-        [low * (high / low) ** share * own for own, share, (low, high) in zip(scales, each, ranges, strict=True)]
-        for each in found.tolist()
-    )
-    return [(rows, dense) for rows, dense in pairs]
+    low, high = torch.tensor(ranges, dtype=torch.float64).T
+    pairs = low * (high / low) ** found * torch.tensor(scales, dtype=torch.float64)
+    return [(rows, dense) for rows, dense in pairs.tolist()]
 
 
 def _config(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folder: Path, *more: str) -> RunConfig:
@@ -70,9 +68,7 @@ def _config(config: dict[str, Any], cell: Cell, rates: tuple[float, float], fold
 
 def _items_file(config: dict[str, Any], folder: Path) -> Path:
     """Rows of 3 items that a reader has on a list, and a fourth: the next of the list, or one drawn from all lists.
-
-    Both kinds of fourth items stand earlier in the stream, which has one user's list after another.
-    """
+    Both kinds stand earlier in the stream, which has one user's list after another."""
     path = folder / f"items-{config['items_rows']}.csv"
     if path.exists():
         return path
@@ -139,8 +135,7 @@ def _cells(request: Run) -> list[dict[str, Any]]:
     config, folder = request.config, request.folder / "generalise"
     folder.mkdir(exist_ok=True)
     order = [(name, optimizer, batch) for name in _SETS for optimizer in _NAMES for batch in config["batches"]]
-    for name in _SETS:
-        _config(config, (name, "sgd", 1), (0.1, 0.1), folder)  # writes the rows
+    _items_file(config, folder)
     cells = sorted(order, key=lambda cell: cell[2])
     best: dict[Cell, dict[str, Any]] = {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
@@ -151,7 +146,6 @@ def _cells(request: Run) -> list[dict[str, Any]]:
         ]
         for cell, future in tries:
             found = future.result()
-            print(*cell, found, flush=True)
             if not best.get(cell, {"log_loss": math.inf})["log_loss"] <= found["log_loss"]:
                 best[cell] = found
         seeds = config["seeds"]
@@ -195,11 +189,7 @@ def _claims(name: str, cells: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def run(request: Run) -> Report:
-    return _report(_cells(request))
-
-
-def _report(cells: list[dict[str, Any]]) -> Report:
-    tables, claims = [], list[list[str]]()
+    cells, tables, claims = _cells(request), [], list[list[str]]()
     for name, shown in _SETS.items():
         own = [cell for cell in cells if cell["set"] == name]
         title = f"{shown}: means over seeds, at the rates and epochs that validation rows chose"

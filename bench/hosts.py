@@ -6,12 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
-__all__ = ["address", "joined_hosts", "python_on"]
-
-_PREFIX: Final = "tierstore-"
 _BURST_BYTES_PER_MBIT: Final = 500
 """4 ms of the rate: more than one packet of the interface, and no tick of the kernel's clock is lost."""
 
@@ -25,30 +21,18 @@ def python_on(name: str, module: str) -> list[object]:
     return ["ip", "netns", "exec", name, sys.executable, "-m", module]
 
 
-def _run(*words: object) -> str:
-    return subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def _remove_stale() -> None:
-    """Namespaces, and processes in them, of runs that were killed."""
-    for name in (line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.startswith(_PREFIX)):
-        if not Path(f"/proc/{name.split('-')[1]}").exists():
-            for pid in _run("ip", "netns", "pids", name).split():
-                os.kill(int(pid), signal.SIGKILL)
-            _run("ip", "netns", "del", name)
+def _run(*words: object) -> None:
+    subprocess.run([*map(str, words)], check=True)
 
 
 @contextlib.contextmanager
 def joined_hosts(count: int, mbit: int) -> Iterator[list[str]]:
-    """Names of network namespaces with an interface "link0" each, whose rate is the same both ways; 0: no limit.
-
-    What a run that was killed left behind is removed first, and what stands at SIGTERM.
-    """
+    """Names of network namespaces with an interface "link0" each, whose rate is the same both ways; 0: no limit. They
+    are removed at the end, and at SIGTERM."""
     if os.geteuid():
         raise SystemExit("This makes network namespaces, which takes root; choose other parts by --only.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    _remove_stale()
-    switch, *names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(count + 1)]
+    switch, *names = [f"tierstore-{os.getpid()}-{host}" for host in range(count + 1)]
     limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST_BYTES_PER_MBIT * mbit, "latency", "400ms")
     with contextlib.ExitStack() as stack:
         for name in (switch, *names):

@@ -35,12 +35,9 @@ FIXED: Final = "hashed into as many rows"
 _PLACES: Final = {"all rows in memory": "100%", "over tiers, DDR for a fifth": "20%"}
 
 
-def _table(
-    store: tierstore.Store, rows: int, dim: int, ids: tierstore.DynamicIds | None, **more: Any
-) -> tierstore.Table:
-    return store.create_table(
-        tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim, ids=ids, **more)
-    )
+def _table(store: tierstore.Store, rows: int, dim: int, ids: Any, **more: Any) -> tierstore.Table:
+    config = tierstore.TableConfig(name="item", num_embeddings=rows, embedding_dim=dim, ids=ids, **more)
+    return store.create_table(config)
 
 
 def _file_bytes(folder: Path) -> int:
@@ -58,11 +55,10 @@ def _random_ids(count: int, seed: int) -> Int64s:
 
 
 def _measure_map(request: Run, _: Figures) -> Figures:
-    missing = [] if torchrec.is_there() else [MCH]
-    return {"sizes": [_map(request, count, missing) for count in request.config["map_ids"]], "missing": missing}
+    return {"sizes": [_map(request, count) for count in request.config["map_ids"]]}
 
 
-def _map(request: Run, count: int, missing: list[str]) -> Figures:
+def _map(request: Run, count: int) -> Figures:
     config, batch = request.config, request.config["map_batch"]
     ids, made = _random_ids(count, config["seed"]), IdMap(count)
     begun = time.perf_counter()
@@ -85,7 +81,7 @@ def _map(request: Run, count: int, missing: list[str]) -> Figures:
         if count <= 10**7:  # of more ids these take more memory than the machine has
             known = dict(zip(ids.tolist(), range(count), strict=True))
             actions[DICT] = each(lambda some: [known[one] for one in some.tolist()])
-            if MCH not in missing:
+            if torchrec.is_there():
                 np.save(request.folder / "ids.npy", ids)
                 np.save(request.folder / "wanted.npy", wanted)
                 child = stack.enter_context(Child([sys.executable, "-m", "bench.peers.mch", request.folder]))
@@ -108,8 +104,7 @@ def _tell_map(found: Figures) -> Report:
         rows.append([f"{size['ids']:,}", *cells, f"{size['inserted_per_s'] / 1e6:.1f} M", f"{size['bytes_an_id']:.1f}"])
         goals.append(Goal(f"bytes an id, of {size['ids']:,}", round(size["bytes_an_id"], 1), at_most=20))
     columns = ["ids", *(f"{name}, lookups/s" for name in names), "insertions/s", "bytes an id"]
-    absent = f" Not there, and so not measured: {', '.join(found['missing'])}." if found["missing"] else ""
-    note = f"The map is asked by one thread.{absent}"
+    note = "The map is asked by one thread."
     return Report([Table("the map from id to row, in batches", columns, rows)], goals, [note])
 
 
@@ -130,15 +125,14 @@ def _stream(config: Figures) -> Iterator[Int64s]:
 
 def _measure_stream(request: Run, _: Figures) -> Figures:
     kinds = {FIXED: None, DYNAMIC: tierstore.DynamicIds()}
-    return {
-        "places": {
-            place: {kind: _trained(request, share, ids) for kind, ids in kinds.items()}
-            for place, share in _PLACES.items()
-        }
+    places = {
+        place: {kind: _stream_trained(request, share, ids) for kind, ids in kinds.items()}
+        for place, share in _PLACES.items()
     }
+    return {"places": places}
 
 
-def _trained(request: Run, share: str, ids_rule: tierstore.DynamicIds | None) -> Figures:
+def _stream_trained(request: Run, share: str, ids_rule: tierstore.DynamicIds | None) -> Figures:
     config = request.config
     rows, batch, dim = config["stream_rows"], config["stream_batch"], config["stream_dim"]
     row_bytes = 4 * dim + 8
@@ -190,9 +184,8 @@ def _measure_commit(request: Run, _: Figures) -> Figures:
     fill = rows - new * (config["repetitions"] + 1)
     for kind, seconds in found.items():
         with fresh_folder(request.folder / "ids_commit") as path, tierstore.open(path, ddr="3GiB") as store:
-            module = tierstore.TieredEmbeddingBag(
-                _table(store, rows, 16, tierstore.DynamicIds() if kind == DYNAMIC else None)
-            )
+            rule = tierstore.DynamicIds() if kind == DYNAMIC else None
+            module = tierstore.TieredEmbeddingBag(_table(store, rows, 16, rule))
             for first in [*range(0, fill, new), *range(fill, fill + new * config["repetitions"], new)]:
                 module(torch.arange(first, first + new), torch.arange(0, new, 8)).sum().backward()
                 if first + new >= fill:

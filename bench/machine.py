@@ -12,10 +12,9 @@ PACKAGES: Final = ("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools")
 
 
 def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or "unknown")
 
 
 def _version(package: str) -> str:
@@ -26,10 +25,7 @@ def _version(package: str) -> str:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _disk(folder: Path) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import psutil
 import torch
 
 import tierstore
 from tierstore.system.sizes import parse_size
 
-from .child import fields_of, in_child
+from .child import in_child
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .workload import Batches, make_store
 
@@ -30,27 +31,25 @@ _SLACK_BYTES: Final = 64 * _MIB
 
 
 class Growth(NamedTuple):
-    """Bytes by which a process grew at most: its own memory (RssAnon), and page cache that it mapped (RssFile)."""
+    """Bytes by which a process grew at most: its own memory, and page cache that it mapped."""
 
     anonymous: int
     file: int
 
 
 def _resident() -> Growth:
-    fields = fields_of("self/status")
-    return Growth(*(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")))
+    found = psutil.Process().memory_info()
+    return Growth(found.rss - found.shared, found.shared)
 
 
 @contextmanager
 def _watched() -> Iterator[list[Growth]]:
-    """Watch this process's memory during the block, by looking every 2 ms; found in the list at its end.
-
-    Memory that was freed before but is kept by the allocator is given back first: else it would serve for nothing.
-    """
+    """Watch this process's memory during the block, by looking every 2 ms; found in the list at its end. Memory that
+    was freed before but is kept by the allocator is given back first: else it would serve for nothing."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = most = _resident()
-    ended = threading.Event()
+    ended, found = threading.Event(), list[Growth]()
 
     def look() -> None:
         nonlocal most
@@ -59,7 +58,6 @@ def _watched() -> Iterator[list[Growth]]:
 
     watcher = threading.Thread(target=look, name="memory-watcher")
     watcher.start()
-    found: list[Growth] = []
     try:
         yield found
     finally:
@@ -123,8 +121,7 @@ def work_in(folder: Path, config: dict[str, Any], ddr: str, work: Work) -> Found
         return _make(path, config, rows, budget) if is_training else tierstore.open(path, mode="r", ddr=budget)
 
     def batches(rows: int, exponent: float) -> Batches:
-        names = ("tables", "batch", "pooling_factor", "seed")
-        given = {name: config[name] for name in names}
+        given = {name: config[name] for name in ("tables", "batch", "pooling_factor", "seed")}
         return Batches(rows=rows, count=config["batches"], exponent=exponent, **given)
 
     with fresh_folder(folder.with_name(f"{folder.name}-small")) as small:

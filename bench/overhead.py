@@ -39,7 +39,7 @@ from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, per_s
 from .data import ROOT, examples
 from .peers import fbgemm
 from .rowdata import Rows, TierReader, build_flat, build_store, open_flat
-from .steps import StepWorkload, fill, step_of, timed, zipf
+from .steps import StepWorkload, fill, model_step, step_of, timed, zipf
 from .workload import Batches, make_store, read_every_row
 
 OURS: Final = "tierstore"
@@ -115,10 +115,7 @@ def _tell_lookup(found: Figures) -> Report:
         worst = {batch: min(ratio, worst.get(batch, ratio)) for batch, ratio in ratios.items()}
         ids = f"Zipf {exponent}" if exponent else "uniform"
         shares.append([ids, str(dim), *(f"{ratio:.2f}" for ratio in ratios.values())])
-    for dim, exponent in itertools.product(config["dims"], config["exponents"]):
-        each = points[exponent, dim, largest]
-        ids = f"Zipf {exponent}" if exponent else "uniform"
-        rates.append([ids, str(dim), *(f"{each[name]['median'] / 1e6:.1f} M" for name in names)])
+        rates.append([ids, str(dim), *(f"{own[largest][name]['median'] / 1e6:.1f} M" for name in names)])
     name = "lookups a second over embedding_bag's, {:,} bags a call, the worst of dims and ids"
     goals = [Goal(name.format(batch), round(share, 3), at_least=0.9) for batch, share in worst.items()]
     by_batch = ["ids", "dim", *(f"{batch:,}" for batch in config["batches"])]
@@ -364,10 +361,8 @@ class _OneBag(torch.nn.Module):
 
     def __init__(self, tables: int, rows: int, dim: int) -> None:
         super().__init__()
-        self._bag, self._firsts = (
-            torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True),
-            torch.arange(tables) * rows,
-        )
+        self._bag = torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True)
+        self._firsts = torch.arange(tables) * rows
         self._names, self._dims = [f"t{table}" for table in range(tables)], [dim] * tables
 
     def forward(self, ids: Tensor) -> tierstore.KeyedTensor:
@@ -375,26 +370,20 @@ class _OneBag(torch.nn.Module):
         return tierstore.KeyedTensor(self._names, self._dims, pooled)
 
 
-def _whole_step(
-    embeddings: Any, tables: int, optimizer: Any, names: list[str] | None, config: Figures, batch: int
-) -> Any:
-    """A step of a model over new ids, skewed; without ``names`` these are given as [batch, tables]."""
-    lr, generator = config["lr"], torch.Generator()
+def _whole_step(embeddings: Any, optimizers: list[Any], case: Figures, config: Figures) -> Callable[[], None]:
+    """A step of a model over new ids, skewed, which a bag is given as [batch, tables]."""
+    tables, batch, generator = case["tables"], case["batch"], torch.Generator()
     model = DLRM(embeddings, num_features=tables, embedding_dim=config["dim"], bottom_mlp=[256], top_mlp=[128, 64])
-    optimizers = [torch.optim.Adagrad(model.dense_parameters().values(), lr=lr), *filter(None, [optimizer])]
+    dense_rule = torch.optim.Adagrad(model.dense_parameters().values(), lr=config["lr"])
+    take, names = model_step(model, [dense_rule, *optimizers]), [f"f{table}" for table in range(tables)]
     lengths = torch.ones(tables * batch, dtype=torch.int64)
 
     def step() -> None:
         ids: Any = (torch.rand(batch, tables, generator=generator) ** config["skew"] * config["rows"]).long()
         dense, labels = torch.rand(batch, 13), (torch.rand(batch) < 0.25).float()
-        if names:
+        if not isinstance(embeddings, _OneBag):
             ids = tierstore.KeyedJaggedTensor(names, ids.t().reshape(-1), lengths=lengths)
-        loss: Any = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
-        for each in optimizers:
-            each.zero_grad()
-        loss.backward()
-        for each in optimizers:
-            each.step()
+        take(ids, dense, labels)
 
     return step
 
@@ -402,21 +391,16 @@ def _whole_step(
 def _measure_whole(request: Run, _: Figures) -> Figures:
     config, found = request.config["whole"], []
     rows, dim, lr = (config[name] for name in ("rows", "dim", "lr"))
+    shape = {"rows": rows, "dim": dim, "ddr": "1GiB", "optimizer": tierstore.optim.Adagrad(lr=lr), "value": 0.01}
     for case in config["cases"]:
-        names, batch = [f"t{table}" for table in range(case["tables"])], case["batch"]
-        with fresh_folder(request.folder / "whole_store") as path, tierstore.open(path, ddr="1GiB") as store:
-            for name in names:
-                shape = {"num_embeddings": rows, "embedding_dim": dim, "optimizer": tierstore.optim.Adagrad(lr=lr)}
-                store.create_table(tierstore.TableConfig(name=name, **shape))
-            for name in names:  # once all are there: another table takes rows out of memory
-                store[name].write(torch.arange(rows), torch.randn(rows, dim) / 30)
-            bag = _OneBag(len(names), rows, dim)
-            optimizer = torch.optim.Adagrad(bag.parameters(), lr=lr)
+        with (
+            fresh_folder(request.folder / "whole_store") as path,
+            make_store(path, tables=case["tables"], **shape) as store,
+        ):
+            ours, bag = tierstore.TieredEmbeddingBagCollection(store), _OneBag(case["tables"], rows, dim)
             steps: Actions = {
-                OURS: _whole_step(
-                    tierstore.TieredEmbeddingBagCollection(store), len(names), None, names, config, batch
-                ),
-                ONE_BAG: _whole_step(bag, len(names), optimizer, None, config, batch),
+                OURS: _whole_step(ours, [], case, config),
+                ONE_BAG: _whole_step(bag, [torch.optim.Adagrad(bag.parameters(), lr=lr)], case, config),
             }
             found.append(case | {"seconds": _medians(steps, case["repetitions"])})
             store.commit()
@@ -554,7 +538,6 @@ def _measure_ahead(request: Run, _: Figures) -> Figures:
                 medians = map(statistics.median, zip(*turns, strict=True))
                 seconds = {f"depth_{depth}_s": each for depth, each in zip(DEPTHS, medians, strict=True)}
                 points.append({"batch": batch, "place": place} | seconds)
-                print(points[-1], flush=True)
     return {"points": points}
 
 

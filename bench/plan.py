@@ -9,7 +9,6 @@ On few cores run it with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin bet
 a planner could know of.
 """
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -30,7 +29,6 @@ import tierstore
 from tierstore.dist import ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.dist.placement import RankCosts
 from tierstore.dist.placement.measure import measure_ranks
-from tierstore.models import DLRM
 from tierstore.optim.configs import RULES
 from tierstore.plan import Host, Prediction, Processor, Setup, SoftwareCosts, TableShape, Workload, accesses_of
 from tierstore.plan.demand import Demand, pool_loads
@@ -41,9 +39,7 @@ from tierstore.plan.model import predict, processes_bytes
 from tierstore.plan.workload import DenseWork, dlrm_work
 from tierstore.trace import TableTrace, Trace
 
-from .child import HOST, fields_of
 from .common import Goal, Part, Report, Run, Table, median_of, start
-from .serving.clients import RestClient
 from .serving.latency import NUM_FIRST, around_highest
 from .serving.load import Load, Quantiles, closed_loop, open_loop, poisson
 from .serving.queries import QUERY_SIZES, Ranking, encoded_rest
@@ -51,10 +47,8 @@ from .serving.rig import ServerProcess
 from .serving.shape import kaggle_rows, kaggle_store
 from .serving.zoo import MODELS, PART, PLACEMENTS, ZooModel
 from .sharded.ranks import run_ranks
-from .steps import StepWorkload, fill, jagged, model_step, timed
+from .steps import StepWorkload, fill, jagged, step_of, timed
 from .workload import CHUNK, ids_of
-
-__all__ = ["PARTS"]
 
 _ROWS_FILE: Final = "rows.lmdb"
 _DENSE: Final = 13
@@ -111,20 +105,11 @@ class Case(NamedTuple):
         size, drawn = self.batch * self.pooling_factor, self.drawn(seed)
         own = slice(rank * size, (rank + 1) * size)
         batches = [jagged([each[step, own] for each in drawn], self.pooling_factor) for step in range(self.steps)]
-        return StepWorkload(self.name, [self.rows] * self.tables, self.dim, batches)
+        return StepWorkload(self.name, [self.rows] * self.tables, self.dim, batches, is_model=bool(self.top_mlp))
 
-    def step(self, store: Any, module: torch.nn.Module, wrapped: Callable[..., Any]) -> Callable[[Any], None]:
-        """A training step, given its batch."""
-        rows = store.optimizer() if self.deferred else None
-        if not self.top_mlp:
-            gradient = torch.full((self.batch, self.tables * self.dim), 1e-3)
-            return lambda batch: module(batch).values().backward(gradient)
-        torch.manual_seed(1)
-        model = wrapped(DLRM(module, num_features=self.tables, embedding_dim=self.dim, **self.layers))
-        rule = torch.optim.SGD([each for name, each in model.named_parameters() if "embeddings." not in name], lr=0.01)
-        step = model_step(model, [rule, rows] if rows is not None else [rule])
-        dense, labels = torch.randn(self.batch, _DENSE), torch.rand(self.batch).round()
-        return lambda batch: step(batch, dense, labels)
+    def step(self, store: Any, module: Any, own: StepWorkload, wrapped: Any = None) -> Callable[[Any], None]:
+        rules = [store.optimizer()] if self.deferred else []
+        return step_of(module, own, rules=rules, wrapped=wrapped, **self.layers)
 
 
 class Measured(NamedTuple):
@@ -140,9 +125,7 @@ def _measured(store: tierstore.Store, module: Any, step: Callable[[Any], None], 
     """Train on the first half of the batches; means over the second. What the first half wrote is on its way to the
     device when the second begins, and what the second wrote when it ends: as at any moment of a long run."""
     half = len(batches) // 2
-    with contextlib.closing(timed(module, step, batches[:half], depth)) as before:
-        for _ in before:
-            pass
+    list(timed(module, step, batches[:half], depth))
     began, start = store.stats(), time.perf_counter()
     steps = len(list(timed(module, step, batches[half:], depth)))
     seconds, ended = time.perf_counter() - start, store.stats()
@@ -152,7 +135,7 @@ def _measured(store: tierstore.Store, module: Any, step: Callable[[Any], None], 
 
 def _in_rank(fields: Found, budgets: list[int], path: Path, config: Found) -> tuple[RankCosts, list[Measured]]:
     case = Case(**fields)
-    batches = case.batches(config["seed"], dist.get_rank()).batches
+    own = case.batches(config["seed"], dist.get_rank())
     costs, runs = measure_ranks(optimizer=case.optimizer, seconds=config["rank_seconds"]), []
     with open_sharded(path, ddr="256MiB", threads=1) as store:
         for name in case.table_names:
@@ -168,10 +151,10 @@ def _in_rank(fields: Found, budgets: list[int], path: Path, config: Found) -> tu
         with open_sharded(path, ddr=budget // case.ranks, policy=config["policy"], threads=1) as store:
             page_cache.warm(store.local.directory / _ROWS_FILE)
             module = ShardedTieredEmbeddingBagCollection(store)
-            step = case.step(store, module, data_parallel)
+            step = case.step(store, module, own, data_parallel)
             before = store.ranks.traffic.bytes_sent
-            found = _measured(store.local, module, step, batches, config["depth"])
-            sent = (store.ranks.traffic.bytes_sent - before) / len(batches)
+            found = _measured(store.local, module, step, own.batches, config["depth"])
+            sent = (store.ranks.traffic.bytes_sent - before) / len(own.batches)
             runs.append(found._replace(sent_bytes=sent))
     return costs, runs
 
@@ -210,16 +193,8 @@ class _Subject:
             of_ranks = run_ranks(_in_rank, case.ranks, case._asdict(), budgets, self._path, self._config)
             runs, rank_costs = zip(*(runs for _, runs in of_ranks), strict=True), of_ranks[0][0]
             measured = [Measured(*map(statistics.mean, zip(*of_budget, strict=True))) for of_budget in runs]
-        found = []
-        for percent, budget, each in zip(case.budgets, budgets, measured, strict=True):
-            predicted = self._predicted(host, rank_costs, budget, each.rows_moved)
-            found.append((each, predicted))
-            print(
-                f"  {case.name}, {percent:g} %: hits {each.hit_rate:.4f}, predicted {_hit_rate(predicted):.4f}; "
-                f"step {1e3 * each.step_s:.2f} ms, predicted {1e3 * predicted.step_s:.2f}",
-                flush=True,
-            )
-        return found
+        both = zip(budgets, measured, strict=True)
+        return [(each, self._predicted(host, rank_costs, budget, each.rows_moved)) for budget, each in both]
 
     def _alone(self, budget: int) -> Measured:
         case, config = self.case, self._config
@@ -227,7 +202,7 @@ class _Subject:
         settings: Found = {"ddr": budget, "policy": config["policy"], "threads": config["threads"]}
         with tierstore.open(self._path, mode="w", **settings) as store:
             module = tierstore.TieredEmbeddingBagCollection(store)
-            step = case.step(store, module, lambda model: model)
+            step = case.step(store, module, self._own)
             return _measured(store, module, step, self._own.batches, config["depth"])
 
     def _predicted(self, host: Host, rank_costs: RankCosts | None, budget: int, rows_moved: float) -> Prediction:
@@ -324,8 +299,7 @@ def _bounded(server: ServerProcess, pool: list[bytes], config: Found) -> Found:
     generator, requests = np.random.default_rng(config["seed"]), itertools.cycle(pool)
 
     def closed(at_once: int) -> Load:
-        client = RestClient(HOST, server.rest_port, at_once)
-        return closed_loop(client, pool, at_once=at_once, seconds=config["seconds"])
+        return closed_loop(server.client("rest", at_once), pool, at_once=at_once, seconds=config["seconds"])
 
     closed(8)  # what comes first is slower
     alone, load = Quantiles.of(closed(1).since(0)).p95, closed(8)
@@ -336,7 +310,7 @@ def _bounded(server: ServerProcess, pool: list[bytes], config: Found) -> Found:
         excess = {}
         for name, rate in rates.items():
             intended = poisson(generator, rate, config["lead_seconds"] + config["seconds"])
-            client, before = RestClient(HOST, server.rest_port, config["connections"]), server.used()
+            client, before = server.client("rest", config["connections"]), server.used()
             load = open_loop(client, list(itertools.islice(requests, len(intended))), intended)
             cpu, hits, unique = (server.used() - before).tolist()
             p95 = Quantiles.of(load.since(config["lead_seconds"])).p95
@@ -358,11 +332,13 @@ def _measure_served(request: Run, _: Found, *, part: str) -> Found:
     for placement in PLACEMENTS:
         with model.server(placement) as server:
             own = found[placement] = _bounded(server, pool, config) | {"samples": samples}
-            used = fields_of(f"{server.process.pid}/smaps_rollup")
-            own |= {name.lower(): int(used[name].split()[0]) << 10 for name in ("Anonymous", "Pss")}
-        rates = ", ".join(f"{each['rate']:.0f}/s in {bound} ms" for bound, each in own["bounds"].items())
-        print(f"  {placement}: {rates}", flush=True)
+            own |= {name.lower(): _memory_bytes(server.process.pid, name) for name in ("Anonymous", "Pss")}
     return {"model": model.name, "cases": found}
+
+
+def _memory_bytes(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def _tell_served(figures: Found, *, part: str) -> Report:
@@ -380,15 +356,8 @@ def _tell_served(figures: Found, *, part: str) -> Report:
     return Report([table], notes=[_NOTE] if part == MODELS[-1] else [])
 
 
-def _free_ports() -> list[str]:
-    """Flags of ports that a server of several workers can have: they are next to each other."""
-    first = 20_000 + 8 * (os.getpid() % 1000)
-    return [f"--{name}={first + step}" for step, name in enumerate(("port", "grpc-port", "admin-port"))]
-
-
 def _loaded(server: ServerProcess, queries: list[bytes], at_once: int, seconds: float) -> Found:
-    """As many queries as it answers: a second, seconds of its processes' time that each takes, and their memory: what
-    is their own, and the files that the largest has mapped, which are libraries, and may be dropped."""
+    """As many queries as it answers: a second, seconds of its processes' time that each takes, and their own memory."""
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]
 
@@ -396,18 +365,15 @@ def _loaded(server: ServerProcess, queries: list[bytes], at_once: int, seconds: 
         return sum(sum(each.cpu_times()[:2]) for each in processes)
 
     def load(seconds: float) -> Load:
-        return closed_loop(RestClient(HOST, server.rest_port, at_once), queries, at_once=at_once, seconds=seconds)
+        return closed_loop(server.client("rest", at_once), queries, at_once=at_once, seconds=seconds)
 
     load(seconds)
     before, found = cpu(), load(seconds)
-    answered, fields = len(found.since(0)), [fields_of(f"{each.pid}/smaps_rollup") for each in processes]
-    own, whole = ([int(each[name].split()[0]) << 10 for each in fields] for name in ("Anonymous", "Rss"))
+    answered = len(found.since(0))
     return {
         "rate": answered / found.seconds,
         "cpu_s": (cpu() - before) / answered,
-        "client_cores": found.cores,
-        "memory": sum(own),
-        "libraries": max(whole) - own[whole.index(max(whole))],
+        "memory": sum(_memory_bytes(each.pid, "Anonymous") for each in processes),
     }
 
 
@@ -428,7 +394,9 @@ def _measure_workers(request: Run, figures: Found) -> Found:
     for samples, workers in itertools.product(own["samples"], own["workers"]):
         at_once = own["at_once"]
         drawn = Ranking(rows, 1.05).draw(generator, own["queries"], sizes=[samples] * own["queries"])
-        flags = ["--workers", str(workers), "--warm-up", "none", *_free_ports()]
+        first = 20_000 + 8 * (os.getpid() % 1000)  # of several workers ports are next to each other
+        ports = [f"--{name}={first + step}" for step, name in enumerate(("port", "grpc-port", "admin-port"))]
+        flags = ["--workers", str(workers), "--warm-up", "none", *ports]
         with ServerProcess(store, ddr, log=request.folder / "serve.log", flags=flags) as server:
             found = _loaded(
                 server, [encoded_rest(each) for each in drawn], workers * at_once, config["workers_seconds"]
@@ -443,7 +411,6 @@ def _measure_workers(request: Run, figures: Found) -> Found:
         found |= {"predicted_cpu_s": workers * samples / predicted.samples_per_s, "bottleneck": predicted.bottleneck}
         found["predicted_memory"] = ddr + processes_bytes(setup, demand) - LIBRARY_BYTES
         points.append(found | {"samples": samples, "workers": workers})
-        print(f"  {points[-1]}", flush=True)
     return {"points": points}
 
 
@@ -487,23 +454,25 @@ _NOTE: Final = (
     "the file of rows is in the page cache. Queries of more than 32,768 ids, most of rmc2's, run by themselves, so "
     "that no batch joins them."
 )
-_WORDS: Final = {
-    "known": (
-        "whole models that were looked at",
+
+
+def _trained(key: str, title: str, note: str) -> Part:
+    return Part(partial(_measure, key=key), partial(_tell, key=key, title=title, note=note))
+
+
+PARTS: Final[dict[str, Part]] = {
+    "known": _trained(
+        "known", "whole models that were looked at",
         "Known: these were the unseen workloads before; dense layers, ranks and threads are modelled since.",
     ),
-    "unseen": (
-        "workloads that nothing was fitted to",
+    "unseen": _trained(
+        "unseen", "workloads that nothing was fitted to",
         "Unseen: the workloads were fixed before they were first run, and bench/plan.toml has them.",
     ),
-}
-_TRAINED: Final = {
-    key: Part(partial(_measure, key=key), partial(_tell, key=key, title=title, note=note))
-    for key, (title, note) in _WORDS.items()
-}
-_SERVED: Final = {name: Part(partial(_measure_served, part=name), partial(_tell_served, part=name)) for name in MODELS}
-_WORKERS: Final = {"workers": Part(_measure_workers, _tell_workers)}
-PARTS: Final[dict[str, Part]] = _TRAINED | _WORKERS | {"operators": PART} | _SERVED
+    "workers": Part(_measure_workers, _tell_workers),
+    "operators": PART,
+    **{name: Part(partial(_measure_served, part=name), partial(_tell_served, part=name)) for name in MODELS},
+}  # fmt: skip
 
 if __name__ == "__main__":
     start("plan")

@@ -390,7 +390,6 @@ def _inputs(shape: Mapping[str, Any], samples: int) -> tuple[Tensor, Tensor]:
 def _dense_rates(config: Figures, shape: Figures, threads: int) -> Figures:
     """By way: samples a second at each number of candidates, and how far predictions are from float32's; and the ways
     that this machine has not, with the reason."""
-    print(f"{shape['name']}, threads: {threads}", flush=True)
     torch.set_num_threads(threads)
     torch.manual_seed(config["seed"])
     model, given, ways, missing = model_of(shape), _inputs(shape, 200), dict[str, Any](), {}

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,15 +116,16 @@ def _batches(config: RunConfig) -> Iterable[Batch]:
     return reader.batches(hasher, batch_size=config.train.batch_size)
 
 
+def _read(config: RunConfig) -> None:
+    for _ in _batches(config):
+        pass
+
+
 def _decode(path: Path) -> None:
     """What pyarrow needs for the columns alone."""
     with pyarrow.parquet.ParquetFile(path) as parquet:
-        _exhaust(parquet.iter_batches(8192, use_threads=False))
-
-
-def _exhaust(batches: Iterable[object]) -> None:
-    for _ in batches:
-        pass
+        for _ in parquet.iter_batches(8192, use_threads=False):
+            pass
 
 
 def _rates(count: int, actions: dict[str, Callable[[], object]], repetitions: int) -> Rates:
@@ -135,10 +137,9 @@ def _alone(data: _Data, paths: dict[str, Path], config: dict[str, Any]) -> Rates
     """Of each reader alone, and of decoding Parquet."""
     actions: dict[str, Callable[[], object]] = {}
     for name, path in paths.items():
-        run_config = _config(data, path, 16, config["batch"], data.folder)
-        actions[name] = lambda run_config=run_config: _exhaust(_batches(run_config))  # type: ignore[misc]
+        actions[name] = partial(_read, _config(data, path, 16, config["batch"], data.folder))
         if path.suffix == ".parquet":
-            actions[f"{name}: decoding by pyarrow, one thread"] = lambda path=path: _decode(path)  # type: ignore[misc]
+            actions[f"{name}: decoding by pyarrow, one thread"] = partial(_decode, path)
     return _rates(data.count, actions, config["repetitions"])
 
 
@@ -184,10 +185,8 @@ _WHOLE_COLUMNS: Final = 10
 def _write_whole(path: Path, rows: int, groups: int) -> Path:
     counted = np.arange(rows)
     columns = {f"C{i}": counted * (2 * i + 1) % 1_000_003 for i in range(1, _WHOLE_COLUMNS + 1)}
-    table = pa.table({"label": (counted % 2).astype(np.int8)} | columns)
-    pyarrow.parquet.write_table(
-        table, path, row_group_size=-(-rows // groups), compression="none", use_dictionary=False
-    )
+    table, group_rows = pa.table({"label": (counted % 2).astype(np.int8)} | columns), -(-rows // groups)
+    pyarrow.parquet.write_table(table, path, row_group_size=group_rows, compression="none", use_dictionary=False)
     return path
 
 
@@ -204,9 +203,9 @@ def _whole(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
             found[reader].append(json.loads(done.stdout))
         for reader, runs in found.items():
-            speed, peak = (statistics.median(values) for values in zip(*runs, strict=True))
-            result = {"file": name, "bytes": path.stat().st_size, "reader": reader, "rows_per_s": speed, "peak": peak}
-            results.append(result)
+            speed, peak = map(statistics.median, zip(*runs, strict=True))
+            file = {"file": name, "bytes": path.stat().st_size}
+            results.append(file | {"reader": reader, "rows_per_s": speed, "peak": peak})
         path.unlink()
     return results
 
@@ -220,13 +219,10 @@ def _whole_goals(results: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _whole_table(results: list[dict[str, Any]]) -> Table:
-    rows = [
-        [
-            each["file"], f"{each['bytes'] >> 20}", each["reader"], f"{each['rows_per_s']:,.0f}",
-            f"{each['peak'] / 2**20:,.0f}",
-        ]
-        for each in results
-    ]  # fmt: skip
+    rows = []
+    for own in results:
+        sizes = f"{own['bytes'] >> 20}", f"{own['peak'] / 2**20:,.0f}"
+        rows.append([own["file"], sizes[0], own["reader"], f"{own['rows_per_s']:,.0f}", sizes[1]])
     columns = ["file", "MiB", "read by", "rows/s", "peak memory, MiB"]
     return Table("a large Parquet file, each time by a new process", columns, rows)
 
@@ -277,7 +273,6 @@ def run(request: Run) -> Report:
         for dim, own in trained.items()
         for name in paths
     }
-    least = config["share_of_ready"]
     note = (
         f"{config['samples']:,} samples; tables of MLPerf's sizes divided by {config['scale']}, ids by Zipf's law "
         f"with exponent {config['exponent']}; the small DLRM of a run file's defaults, so that steps are short. A "
@@ -286,17 +281,15 @@ def run(request: Run) -> Report:
         f"{config['whole_rows']:,} rows of a label and {_WHOLE_COLUMNS} integers, neither compressed nor in a "
         "dictionary. pyarrow.dataset gives decoded columns, on all cores; we check them and give bags, on one."
     )
-    return Report(
-        [
-            _readers(f"{sum(_BAGS)} ids a sample over {len(_BAGS)} tables", alone),
-            _runs(config["batch"], trained, alone),
-            _readers("one id a column, 13 dense columns", single),
-            _whole_table(whole),
-        ],
-        [*_whole_goals(whole), *(Goal(name, round(share, 3), at_least=least) for name, share in shares.items())],
-        [note],
-        {"alone": alone, "one_id": single, "trained": trained, "whole": whole},
-    )
+    tables = [
+        _readers(f"{sum(_BAGS)} ids a sample over {len(_BAGS)} tables", alone),
+        _runs(config["batch"], trained, alone),
+        _readers("one id a column, 13 dense columns", single),
+        _whole_table(whole),
+    ]
+    goals = [Goal(name, round(share, 3), at_least=config["share_of_ready"]) for name, share in shares.items()]
+    figures = {"alone": alone, "one_id": single, "trained": trained, "whole": whole}
+    return Report(tables, [*_whole_goals(whole), *goals], [note], figures)
 
 
 if __name__ == "__main__":

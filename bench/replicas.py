@@ -25,9 +25,6 @@ from .child import Child
 from .common import Goal, Part, Report, Run, Table, fresh_folder, median_of, start
 from .hosts import address, joined_hosts, python_on
 
-__all__ = ["PARTS"]
-
-
 _HEADS: Final = 2
 """Replicas that follow the trainer."""
 _LOOK_SECONDS: Final = 0.05
@@ -69,11 +66,8 @@ def _in_trainer(token_file: str, *urls: str) -> None:
                 why = declined[0].why if declined else ""
                 break
             time.sleep(_LOOK_SECONDS)
-        seconds, size = (
-            time.monotonic() - started,
-            max((each.size_bytes for each in listing.files if each.since), default=1),
-        )
-        told = {"seconds": seconds, "urgent_seconds": urgent, "versions": versions, "why": why}
+        told = {"seconds": time.monotonic() - started, "urgent_seconds": urgent, "versions": versions, "why": why}
+        size = max((each.size_bytes for each in listing.files if each.since), default=1)
         print(json.dumps(told | {"files_sent": (int(sent.read_text()) - before) / size}), flush=True)
 
 
@@ -132,7 +126,6 @@ def _turns(request: Run, count: int, rows: int, way: str, *flags: object) -> dic
                 fleet.begin()
             fleet.start()
             found.append(fleet.wait(turn + 1))
-            print(count, way, found[-1], flush=True)
     kept = [{name: value for name, value in each.items() if isinstance(value, float)} for each in found[2:]]
     return {"replicas": count, "way": way, "turns": kept} | median_of(kept)
 
@@ -143,35 +136,31 @@ def _measure_pulled(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure_urgent(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    config, points = request.config, []
-    for count in config["urgent_counts"]:
-        points.append(_turns(request, count, config["urgent_rows"], "whole"))
-        points.append(_turns(request, count, config["urgent_rows"], "urgent first", "--urgent", config["urgent_share"]))
-    return {"points": points, "share": config["urgent_share"]}
+    counts, rows, share = (request.config[f"urgent_{name}"] for name in ("counts", "rows", "share"))
+    ways = {"whole": (), "urgent first": ("--urgent", share)}
+    points = [_turns(request, count, rows, way, *flags) for count in counts for way, flags in ways.items()]
+    return {"points": points, "share": share}
 
 
-def _table(title: str, way: str, columns: dict[str, str], points: list[dict[str, Any]]) -> Table:
+def _table(title: str, columns: dict[str, str], points: list[dict[str, Any]]) -> Table:
     rows = [
         [f"{each['replicas']}", each["way"], *(f"{each[name]:.2f}" if each[name] else "" for name in columns)]
         for each in points
     ]
-    return Table(title, ["replicas", way, *columns.values()], rows)
+    return Table(title, ["replicas", "way", *columns.values()], rows)
 
 
 _SERVED: Final = {"seconds": "s to served on all", "files_sent": "files sent"}
 
 
 def _tell_pulled(figures: dict[str, Any]) -> Report:
-    points = figures["points"]
-    first, last = points[0], points[-1]
-    return Report(
-        [_table("from before a commit on", "way", _SERVED, points)],
-        [
-            Goal("files that the trainer sends to the most replicas", last["files_sent"], at_most=2.2),
-            Goal("time until all serve it over one replica's", last["seconds"] / first["seconds"], at_most=3),
-        ],
-        ["The commit, and making the update, count. All replicas apply it on one machine."],
-    )
+    first, *_, last = points = figures["points"]
+    goals = [
+        Goal("files that the trainer sends to the most replicas", last["files_sent"], at_most=2.2),
+        Goal("time until all serve it over one replica's", last["seconds"] / first["seconds"], at_most=3),
+    ]
+    note = "The commit, and making the update, count. All replicas apply it on one machine."
+    return Report([_table("from before a commit on", _SERVED, points)], goals, [note])
 
 
 def _tell_urgent(figures: dict[str, Any]) -> Report:
@@ -180,7 +169,7 @@ def _tell_urgent(figures: dict[str, Any]) -> Report:
     worst = max(urgent["urgent_seconds"] / whole["seconds"] for whole, urgent in pairs)
     title = f"with the most urgent {100 * figures['share']:g} % of the rows first"
     goal = Goal("time to urgent rows over the whole's", worst, at_most=1 / 3)
-    return Report([_table(title, "way", columns, points)], [goal])
+    return Report([_table(title, columns, points)], [goal])
 
 
 def _clicks(folder: Path, rows: int, test_rows: int) -> dict[str, Path]:
@@ -218,29 +207,23 @@ def _measure_canary(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
             with tierstore.open(fleet.store, mode="r", ddr="64MiB") as store:
                 found[name] = fleet.wait(store.version) | {"version": store.version}
             time.sleep(0 if epochs > 1 else config["canary_seconds"])  # the watch measures the first version
-            print(name, found[name], flush=True)
     return {name: found[name] for name in ("good", "harmful")}
 
 
 def _tell_canary(figures: dict[str, Any]) -> Report:
-    named = zip(("good", "trained on labels turned round"), (figures["good"], figures["harmful"]), strict=True)
+    both = {"good": figures["good"], "trained on labels turned round": figures["harmful"]}
     rows = [
         [name, " ".join(map(str, each["versions"])), f"{each['seconds']:.1f}", each["why"] or "approved"]
-        for name, each in named
+        for name, each in both.items()
     ]
     columns = ["update", "versions served then", "seconds", "the canary's verdict"]
     title = "three replicas, the first of them a canary that watches its log loss"
-    good, harmful = (
-        sum(version == each["version"] for version in each["versions"])
-        for each in (figures["good"], figures["harmful"])
-    )
-    return Report(
-        [Table(title, columns, rows)],
-        [
-            Goal("replicas that do not serve the good update", 3.0 - good, exactly=0),
-            Goal("replicas that serve the harmful update", float(harmful), exactly=0),
-        ],
-    )
+    good, harmful = (each["versions"].count(each["version"]) for each in both.values())
+    goals = [
+        Goal("replicas that do not serve the good update", 3.0 - good, exactly=0),
+        Goal("replicas that serve the harmful update", float(harmful), exactly=0),
+    ]
+    return Report([Table(title, columns, rows)], goals)
 
 
 PARTS: Final = {

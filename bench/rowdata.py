@@ -93,8 +93,7 @@ def _keys(ids: Int64s, rows_a_table: int) -> Int64s:
 def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
     """The rows in a cold tier, committed, one after another in so many tables of one size."""
     rows_a_table = rows.count // tables
-    if rows_a_table * tables != rows.count:
-        raise ValueError(f"{rows.count} rows cannot be divided among {tables} tables")
+    assert rows_a_table * tables == rows.count, f"{rows.count} rows cannot be divided among {tables} tables"
 
     def build(target: Path) -> None:
         target.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -12,6 +12,7 @@ import tierstore
 from tierstore.metrics import Evaluation, Predictions
 from tierstore.train import RunConfig, train
 from tierstore.train.build import Run, build_model, open_data
+from tierstore.train.checkpoint import load_model
 from tierstore.train.config import load, parse_override
 from tierstore.train.trainer import feed
 
@@ -48,20 +49,13 @@ def scored(config: RunConfig, path: Path, *, prepare: Callable[[torch.nn.Module]
     predictions, (reader, hasher), first = Predictions(), open_data(config), config.data.train_rows
     stop, size = first + config.data.test_rows, config.train.batch_size
     rows = reader.batches(hasher, batch_size=size, start_row=first, stop_row=stop, log_dense=config.data.log_dense)
-    with _opened(config, path) as run, contextlib.closing(feed(run, rows, depth=2)) as ahead:
-        prepare(run.model)
-        for batch in ahead:
-            predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
-        return Scored(predictions.evaluate(), run.embeddings.tables[0].layout.row_bytes)
-
-
-@contextlib.contextmanager
-def _opened(config: RunConfig, path: Path) -> Iterator[Run]:
-    """A trained model over its store, opened for reading."""
     with tierstore.open(path, mode="r", ddr=DDR) as store:
         embeddings = tierstore.TieredEmbeddingBagCollection(store)
         model = build_model(config, embeddings).eval()
-        tensors = store.tensors()
-        for name, parameter in model.dense_parameters().items():
-            parameter.copy_(tensors[f"model.{name}"])
-        yield Run(store, model, embeddings, torch.optim.SGD(model.dense_parameters().values()))
+        load_model(model, store.tensors())
+        prepare(model)
+        run = Run(store, model, embeddings, torch.optim.SGD(model.parameters()))
+        with contextlib.closing(feed(run, rows, depth=2)) as ahead:
+            for batch in ahead:
+                predictions.add(batch.labels, model(batch.dense, batch.sparse))
+        return Scored(predictions.evaluate(), embeddings.tables[0].layout.row_bytes)

@@ -14,8 +14,6 @@ from .child import Child
 from .common import Goal, Part, Report, Run, Table, fresh_folder
 from .serving.rig import ServerProcess
 
-__all__ = ["PART"]
-
 _COLUMNS: Final = tuple(f"c{number}" for number in range(4))
 _IDS, _SETTLE_SECONDS = 1_000_000, 60.0  # of a column; in which a run that has begun, and its server, catch up
 _GOALS: Final = {50: 3.0, 99: 10.0}

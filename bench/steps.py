@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tierstore
 from tierstore.models import DLRM
-from tierstore.plan.workload import load_workload
 
-from .data import criteo_keys
+from .data import criteo_keys, require_criteo
+from .serving.shape import kaggle_rows
 from .workload import Batches, ids_of, make_store
 
 
@@ -49,9 +49,9 @@ def zipf(config: dict[str, Any], exponent: float, count: int) -> StepWorkload:
     return StepWorkload(f"Zipf {exponent}", [config["rows"]] * config["tables"], config["dim"], batches)
 
 
-def criteo(path: Path, config: dict[str, Any], count: int) -> StepWorkload:
+def criteo(config: dict[str, Any], count: int) -> StepWorkload:
     """Criteo's lookups: ids hashed (scattered over each table), samples in an order of their own each epoch."""
-    keys = criteo_keys(path)
+    keys = criteo_keys(require_criteo())
     generator = np.random.default_rng(config["seed"])
     # A sample lists its columns in ascending order.
     columns, batch = keys >> 40, config["criteo_batch"]
@@ -79,7 +79,7 @@ def _ragged(ids: NDArray[np.int64]) -> tierstore.KeyedJaggedTensor:
 
 def kaggle(config: dict[str, Any], count: int) -> StepWorkload:
     generator = np.random.default_rng(config["seed"])
-    rows = [max(3, int(each.num_embeddings * config["kaggle_scale"])) for each in load_workload("criteo-kaggle").tables]
+    rows = kaggle_rows(config)
     size = config["kaggle_batch"]
     drawn = [ids_of(generator, each, size * count, 1.05).reshape(count, size) for each in rows]
     batches = [jagged([each[step] for each in drawn], 1) for step in range(count)]
@@ -92,18 +92,22 @@ def fill(path: Path, workload: StepWorkload, rule: tierstore.optim.Optimizer) ->
     make_store(path, rows=workload.rows, dim=workload.dim, optimizer=rule, ddr="512MiB", value=0.01).close()
 
 
-def step_of(module: Any, workload: StepWorkload) -> Callable[[Any], None]:
-    """A training step, given its batch."""
+def step_of(
+    module: Any, workload: StepWorkload, *, rules: Sequence[Any] = (), wrapped: Callable[[Any], Any] | None = None,
+    **layers: Any,
+) -> Callable[[Any], None]:  # fmt: skip
+    """A training step, given its batch; of a model with the published DLRM's layers, or those given, and by more
+    optimizers than that of its own weights."""
     samples, columns = workload.batches[0].stride(), len(workload.rows) * workload.dim
     if not workload.is_model:
         gradient = torch.full((samples, columns), 1e-3)
         return lambda batch: module(batch).values().backward(gradient)
     torch.manual_seed(1)
-    model = DLRM(
-        module, num_features=len(workload.rows), embedding_dim=workload.dim, bottom_mlp=(512, 256, 64),
-        top_mlp=(512, 256),
-    )  # fmt: skip
-    step = model_step(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    layers = {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)} | layers
+    model: Any = DLRM(module, num_features=len(workload.rows), embedding_dim=workload.dim, **layers)
+    model = wrapped(model) if wrapped else model
+    own = [each for name, each in model.named_parameters() if "embeddings." not in name]
+    step = model_step(model, [torch.optim.SGD(own, lr=0.1), *rules])
     dense, labels = torch.randn(samples, 13), torch.rand(samples).round()
     return lambda batch: step(batch, dense, labels)
 

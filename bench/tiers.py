@@ -22,7 +22,6 @@ from tierstore.plan.measure import page_cache
 
 from . import device
 from .common import Goal, Part, Report, Run, Table, fresh_folder, run_parts, start
-from .data import CRITEO_NAME, find_criteo
 from .rowdata import take_as_large
 from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 from .workload import read_every_row
@@ -113,22 +112,16 @@ def _point(path: Path, case: _Case, config: dict[str, Any]) -> Point:
         }
 
 
-def _device_seconds(point: Point, limit: dict[str, float] | None) -> float:
+def _device_seconds(point: Point, limit: dict[str, float]) -> float:
     """For the pages that were asked for, and those written, whether or not they were in the page cache."""
-    if limit is None:
-        return 0.0
     written = (point["pages_written"] + point["cleaning_written"]) * PAGE_BYTES
     read = point["pages_read"] + point["cleaning_read"]
     return float(read / limit["reads_per_s"] + written / limit["written_bytes_per_s"])
 
 
-def _rule(config: dict[str, Any]) -> tierstore.optim.Optimizer:
-    return tierstore.optim.RowWiseAdagrad(lr=config["lr"])
-
-
 def _budgets(workload: StepWorkload, path: Path, config: dict[str, Any]) -> Iterator[_Case]:
     for percent in config["budgets"]:
-        fill(path, workload, _rule(config))
+        fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
         yield _Case(workload, percent)
 
 
@@ -138,17 +131,13 @@ def _zipf(config: dict[str, Any], path: Path) -> Iterator[_Case]:
 
 
 def _criteo(config: dict[str, Any], path: Path) -> Iterator[_Case]:
-    found = find_criteo()
-    if found is None:
-        print(f"without {CRITEO_NAME}: set TIERSTORE_CRITEO to the file")
-    else:
-        yield from _budgets(criteo(found, config, config["criteo_steps"]), path, config)
+    yield from _budgets(criteo(config, config["criteo_steps"]), path, config)
 
 
 def _kaggle(config: dict[str, Any], path: Path) -> Iterator[_Case]:
     workload = kaggle(config, config["warm_steps"] + config["steps"])
     model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
-    fill(path, workload, _rule(config))
+    fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
     for each in (workload, model):
         for percent, is_cached in ((1, False), (1, True), (100, False)):
             yield _Case(each, percent, is_cached)
@@ -159,12 +148,9 @@ def _measure(cases: _Cases, request: Run, _figures: dict[str, Any]) -> dict[str,
     with fresh_folder(request.folder / "tiers_store") as path:
         for case in cases(request.config, path):
             points.append(_point(path, case, request.config))
-            reads, written = device.reads_per_s(path / ROWS_FILE), device.written_bytes_per_s(request.folder)
-            limits += [(reads, written)] if reads and written else []
-            print("  ".join(_row(points[-1])), flush=True)
-    names, limit = ("reads_per_s", "written_bytes_per_s"), None
-    if limits:
-        limit = {name: statistics.median(each) for name, each in zip(names, zip(*limits, strict=True), strict=True)}
+            limits.append((device.reads_per_s(path / ROWS_FILE), device.written_bytes_per_s(request.folder)))
+    reads, written = map(statistics.median, zip(*limits, strict=True))
+    limit = {"reads_per_s": reads, "written_bytes_per_s": written}
     compute = {point["workload"]: point["step_s"] for point in points if point["budget_percent"] >= 100}
     for point in points:
         point["roofline_s"] = max(compute[point["workload"]], _device_seconds(point, limit))
@@ -184,15 +170,14 @@ def _row(point: Point) -> list[str]:
         name, f"{point['budget_percent']:g} %", f"{point['rows_in_ddr']:.1%}", f"{point['hit_rate']:.1%}",
         f"{1e3 * point['step_s']:.1f}", f"{1e3 * point['cpu_s']:.1f}", *counts,
         f"{point['cleaning_read']:,.0f} / {point['cleaning_written']:,.0f}", f"{point['dirtied']:.2f}",
-        f"{point['file_bytes']:.2f}", f"{1e3 * point.get('roofline_s', 0):.1f}",
+        f"{point['file_bytes']:.2f}", f"{1e3 * point['roofline_s']:.1f}",
     ]  # fmt: skip
 
 
-def _goals(name: str, whole: Point, own: list[Point], *, has_limit: bool) -> Iterator[Goal]:
+def _goals(name: str, whole: Point, own: list[Point]) -> Iterator[Goal]:
     """Of one workload with all rows in memory, and under the smaller budgets."""
     worst = max(point["step_s"] / point["roofline_s"] for point in own if not point["is_cached"])
-    if has_limit:
-        yield Goal(f"{name}: the worst step over its roofline", round(worst, 3), at_most=1.15)
+    yield Goal(f"{name}: the worst step over its roofline", round(worst, 3), at_most=1.15)
     dirtied = max(point["dirtied"] for point in own)
     yield Goal(f"{name}: bytes dirtied for one of an evicted row", round(dirtied, 2), at_most=2.5)
     for point in own if name.startswith("Criteo-Kaggle's model") else ():
@@ -214,13 +199,11 @@ def _tell(title: str, note: str, figures: dict[str, Any]) -> Report:
     gives = (
         f"The device reads {limit['reads_per_s']:,.0f} pages a second at queue depth {device.DEPTH}, and writes "
         f"{limit['written_bytes_per_s'] / 2**20:,.0f} MiB a second, one after the other."
-        if limit
-        else device.MISSING
     )
     for name in dict.fromkeys(point["workload"] for point in points):
         own = [point for point in points if point["workload"] == name]
         (whole,) = (point for point in own if point["budget_percent"] == 100)
-        goals += _goals(name, whole, [point for point in own if point is not whole], has_limit=bool(limit))
+        goals += _goals(name, whole, [point for point in own if point is not whole])
     table = Table(f"{title}: a step, by how much of the tables is in DDR", _COLUMNS, list(map(_row, points)))
     return Report([table], goals, [f"{note} {gives}"])
 

@@ -1,6 +1,6 @@
 """One version under ``bench.versions``: prints the names of its parts, then the seconds of each that it is asked for.
 
-It is run by its path over the modules of another tree, and so imports nothing beside them at its top.
+It is run by its path, in the folder of a tree whose modules are imported.
 """
 
 import gc
@@ -9,11 +9,19 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import tierstore
+from bench.rowdata import Rows, TierReader, build_store
+from bench.workload import Batches, make_store
+from tierstore.plan.measure import page_cache
 
 Action = Callable[[], float]
 
@@ -25,16 +33,16 @@ def _timed(action: Callable[[], object], times: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def _batches(config: dict[str, Any], batch: int, tables: int) -> Any:
-    from bench.workload import Batches
-
+def _batches(config: dict[str, Any], batch: int, tables: int) -> Batches:
     keys = ("rows", "pooling_factor", "exponent", "seed")
     return Batches(batch=batch, tables=tables, count=config["batches"], **{key: config[key] for key in keys})
 
 
-def _store(folder: Path, config: dict[str, Any], optimizer: Any, **options: Any) -> Any:
-    from bench.workload import make_store
+def _features(batches: Batches) -> list[tierstore.KeyedJaggedTensor]:
+    return [batches.jagged(index) for index in range(batches.count)]
 
+
+def _store(folder: Path, config: dict[str, Any], optimizer: Any, **options: Any) -> Any:
     path = folder / f"trained-{type(optimizer).__name__}"
     shutil.rmtree(path, ignore_errors=True)
     shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
@@ -42,13 +50,7 @@ def _store(folder: Path, config: dict[str, Any], optimizer: Any, **options: Any)
 
 
 def _train(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    import torch
-
-    import tierstore
-
-    batches = _batches(config, config["batch"], config["tables"])
-    names = [f"f{table}" for table in range(config["tables"])]
-    features = [tierstore.KeyedJaggedTensor(names, values, offsets=batches.offsets) for values in batches.values]
+    features = _features(_batches(config, config["batch"], config["tables"]))
     gradient = torch.randn(config["batch"], config["tables"] * config["dim"], generator=torch.manual_seed(0)) / 100
 
     def steps(optimizer: Any) -> Action:
@@ -68,16 +70,12 @@ def _train(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
 
 def _lookup(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    import torch
-
-    import tierstore
-
     table = _store(folder, config, tierstore.optim.SGD(lr=0.05))["t0"]
     table.read(torch.arange(config["rows"]))
 
     def lookups(bags: int, calls: int) -> Action:
         batches = _batches(config, bags, 1)
-        values: Iterator[Any] = cycle(batches.values)
+        values = cycle(batches.values)
         return lambda: _timed(lambda: table.pooled(next(values), batches.offsets), calls)
 
     pairs = zip(config["bags"], config["calls"], strict=True)
@@ -86,19 +84,13 @@ def _lookup(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
 def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     """Lookups of two tables, and their gradients, a quarter of the rows being in memory and all on SSD."""
-    import torch
-
-    import tierstore
-
     rows, dim = config["rows"], config["dim"]
     few = config | {"tables": 2, "ddr": 2 * rows * dim}
     store = _store(folder, few, tierstore.optim.SGD(lr=0.05), value=0.5)
     module = tierstore.TieredEmbeddingBagCollection(store)
 
     def steps(batch: int, part: int) -> Action:
-        batches = _batches(few, batch, 2)
-        features = [tierstore.KeyedJaggedTensor(["f0", "f1"], each, offsets=batches.offsets) for each in batches.values]
-        own, gradient = cycle(features), torch.ones(batch, 2 * dim)
+        own, gradient = cycle(_features(_batches(few, batch, 2))), torch.ones(batch, 2 * dim)
 
         def step() -> float:
             start = time.perf_counter()
@@ -129,46 +121,30 @@ def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     return found | {f"one id that {kind}": one(kind) for kind in ("hits", "misses")}
 
 
-def _reader(folder: Path, config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """A reader of random rows, and what draws them: not those that the other version has just read."""
-    import numpy as np
-
-    from bench.rowdata import Rows, TierReader, build_store
-
+def _reads(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    """Of random rows, which the other version has not just read."""
     rows = Rows(count=config["cold_rows"], dim=config["dim"], seed=config["seed"])
     reader = TierReader(build_store(folder, rows), rows, config["read_rows"], verify=True)
     generator = np.random.default_rng()
-    return reader, lambda: generator.integers(0, rows.count, config["read_rows"])
 
+    def draw() -> Any:
+        return generator.integers(0, rows.count, config["read_rows"])
 
-def _cold(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    from tierstore.plan.measure import page_cache
-
-    reader, draw = _reader(folder, config)
-
-    def read() -> float:
+    def cold() -> float:
         ids = draw()
         page_cache.drop(reader.path)
         seconds = _timed(lambda: reader.read(ids))
         page_cache.zap_maps(reader.path)  # the other version cannot put out what this process has mapped
         return seconds
 
-    return {"cold: read from the device": read}
+    def warm() -> float:
+        page_cache.warm(reader.path)
+        return _timed(lambda: reader.read(draw()), config["warm_reads"])
 
-
-def _warm(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    from tierstore.plan.measure import page_cache
-
-    reader, draw = _reader(folder, config)
-    page_cache.warm(reader.path)
-    return {"warm: read from the page cache": lambda: _timed(lambda: reader.read(draw()), config["warm_reads"])}
+    return {"cold: read from the device": cold, "warm: read from the page cache": warm}
 
 
 def _commit(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    import torch
-
-    import tierstore
-
     store = _store(folder, config, tierstore.optim.SGD(lr=0.05))
     table, generator = store["t0"], torch.manual_seed(config["seed"])
 
@@ -186,31 +162,19 @@ def _commit(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
 def _calls(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     """What a lookup of two tables and its gradient run through, a quarter of the rows being in memory; no times."""
-    import torch
-
-    import tierstore
-
     few = config | {"tables": 2, "batches": 3, "ddr": 2 * config["rows"] * config["dim"]}
-    batches = _batches(few, config["batch"], 2)
-    features = [tierstore.KeyedJaggedTensor(["f0", "f1"], each, offsets=batches.offsets) for each in batches.values]
+    *before, last = _features(_batches(few, config["batch"], 2))
     module = tierstore.TieredEmbeddingBagCollection(_store(folder, few, tierstore.optim.SGD(lr=0.05)))
-    for each in features[:2]:
+    for each in before:
         module(each).values().sum().backward()
-    lookup, result = _profiled(lambda: module(features[2]).values())
-    gradient, _ = _profiled(lambda: result.backward(torch.ones_like(result)))
-    names = ("calls", "functions", "files")
-    counts = {
-        f"{name} of a {what}": float(count)
-        for what, found in (("lookup", lookup), ("gradient", gradient))
-        for name, count in zip(names, found, strict=True)
-    }
-    return {name: partial(counts.__getitem__, name) for name in counts}
+    found: list[Any] = []
+    counts = _profiled("lookup", lambda: found.append(module(last).values()))
+    counts |= _profiled("gradient", lambda: found[0].backward(torch.ones_like(found[0])))
+    return {name: partial(float, count) for name, count in counts.items()}
 
 
-def _profiled(action: Callable[[], Any]) -> tuple[tuple[int, int, int], Any]:
-    """(calls, functions, files) of the package that this thread ran through, and the action's result."""
-    import tierstore
-
+def _profiled(what: str, action: Callable[[], object]) -> dict[str, int]:
+    """Calls, functions and files of the package that this thread runs through."""
     package = str(Path(tierstore.__file__).parent)
     codes: list[Any] = []
 
@@ -221,31 +185,29 @@ def _profiled(action: Callable[[], Any]) -> tuple[tuple[int, int, int], Any]:
     gc.disable()  # the package is called at each collection
     sys.setprofile(note)
     try:
-        result = action()
+        action()
     finally:
         sys.setprofile(None)
         gc.enable()
-    return (len(codes), len(set(codes)), len({code.co_filename for code in codes})), result
+    counted = {"calls": codes, "functions": set(codes), "files": {code.co_filename for code in codes}}
+    return {f"{name} of a {what}": len(each) for name, each in counted.items()}
 
 
-def main(root: str, folder: str, task: str, config: str) -> None:
-    sys.path.insert(0, root)
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+_TASKS: Final = {
+    "train": _train, "lookup": _lookup, "partly": _partly, "reads": _reads, "commit": _commit, "calls": _calls,
+}  # fmt: skip
+
+
+def main(folder: Path, task: str, config: str) -> None:
+    if not Path(tierstore.__file__).is_relative_to(Path.cwd()):
+        raise RuntimeError(f"tierstore of {tierstore.__file__} is measured in place of {Path.cwd()}'s")
+    folder.mkdir(parents=True, exist_ok=True)
     answers, sys.stdout = sys.stdout, sys.stderr
-    makers = {
-        "train": _train, "lookup": _lookup, "partly": _partly, "cold": _cold, "warm": _warm, "commit": _commit,
-        "calls": _calls,
-    }  # fmt: skip
-    actions = makers[task](place, json.loads(config))
-    import tierstore
-
-    if not Path(tierstore.__file__).is_relative_to(root):
-        raise RuntimeError(f"tierstore of {tierstore.__file__} is measured in place of {root}'s")
+    actions = _TASKS[task](folder, json.loads(config))
     print(json.dumps(list(actions)), file=answers, flush=True)
     for line in sys.stdin:
         print(actions[line.strip()](), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

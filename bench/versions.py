@@ -21,8 +21,7 @@ from .child import Child
 from .common import Goal, Report, Run, Table, spread, start
 from .data import ROOT
 
-TASKS: Final = ("train", "lookup", "partly", "cold", "warm", "commit")
-_READING: Final = ("cold", "warm")
+TASKS: Final = ("train", "lookup", "partly", "reads", "commit")
 SLOWER_MAX: Final = 1.03
 PARTLY_MAX: Final = 0.85
 CALLS_MAX: Final = {"calls of a lookup": 115, "calls of a gradient": 80, "files of a lookup": 25}
@@ -36,7 +35,8 @@ class _Worker(Child):
     """A version that times what it is asked to, in a process of its own."""
 
     def __init__(self, root: Path, folder: Path, task: str, config: dict[str, Any]) -> None:
-        super().__init__([sys.executable, "-P", _WORKER, root, folder, task, json.dumps(config)], cwd=root)
+        command = ["env", f"PYTHONPATH={root}", sys.executable, "-P", _WORKER, folder, task, json.dumps(config)]
+        super().__init__(command, cwd=root)
         self.parts: list[str] = json.loads(self.line())
 
     def figure(self, part: str) -> float:
@@ -67,16 +67,14 @@ def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Work
     workers: dict[str, _Worker] = {}
     with contextlib.ExitStack() as stack:
         for name in sorted(roots, reverse=bool(number % 2)):
-            folder = request.folder / f"versions-{'read' if task in _READING else name}"
+            folder = request.folder / f"versions-{'read' if task == 'reads' else name}"
             workers[name] = stack.enter_context(_Worker(roots[name], folder, task, request.config))
         yield workers["now"], workers["earlier"]
 
 
 def _measure(request: Run, task: str) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of (this version, the earlier one) by part, pair by pair.
-
-    Each round has new processes and stores: one may be faster than another of the same code, by where its memory lies.
-    """
+    """Seconds of (this version, the earlier one) by part, pair by pair. Each round has new processes and stores: one
+    may be faster than another of the same code, by where its memory lies."""
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(request.config["rounds"]):
         with _both(request, task, number) as (now, earlier):
@@ -87,15 +85,12 @@ def _measure(request: Run, task: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, float]:
-    if turn % 2:
-        ours = now.figure(part)
-        return ours, earlier.figure(part)
-    theirs = earlier.figure(part)
-    return now.figure(part), theirs
+    seconds = {worker: worker.figure(part) for worker in ((now, earlier) if turn % 2 else (earlier, now))}
+    return seconds[now], seconds[earlier]
 
 
 def run(request: Run) -> Report:
-    goals, rows, figures, config = [], [], dict[str, Any](), request.config
+    goals, rows, counts, figures, config = [], [], [], dict[str, Any](), request.config
     for task in TASKS:
         for part, pairs in _measure(request, task).items():
             now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
@@ -108,7 +103,6 @@ def run(request: Run) -> Report:
             goals.append(Goal(f"{part}: time over the earlier version's", round(ratio, 3), at_most=at_most))
             if most := ONE_ID_MAX.get(part.removeprefix("one id that ")):
                 goals.append(Goal(f"{part}: microseconds", 1e6 * statistics.median(now), at_most=1e6 * most))
-    counts = []
     with _both(request, "calls", 0) as (ours, theirs):
         for part in ours.parts:
             count, other = int(ours.figure(part)), int(theirs.figure(part))

@@ -16,10 +16,8 @@ CHUNK: Final = 200_000
 
 
 def ids_of(generator: np.random.Generator, rows: int, count: int, exponent: float) -> NDArray[np.int64]:
-    """Ids of ``rows`` rows whose frequencies follow Zipf's law with the given exponent; 0 for uniform.
-
-    Which rows are the frequent ones is random, but the same for every generator.
-    """
+    """Ids of ``rows`` rows whose frequencies follow Zipf's law with the given exponent; 0 for uniform. Which rows are
+    the frequent ones is random, but the same for every generator."""
     if not exponent:
         return generator.integers(0, rows, count)
     weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
@@ -31,12 +29,8 @@ def ids_of(generator: np.random.Generator, rows: int, count: int, exponent: floa
 
 
 class Batches:
-    """Batches of bags of one size for some tables of one size.
-
-    Attributes:
-        values: int64 [tables * batch * pooling_factor] of each batch, table by table.
-        offsets: int64 [tables * batch + 1].
-    """
+    """Batches of bags of one size for some tables of one size: ``values``, int64 [tables * batch * pooling_factor] of
+    each batch, table by table, and ``offsets``, int64 [tables * batch + 1]."""
 
     def __init__(
         self, *, tables: int, rows: int, batch: int, pooling_factor: int, exponent: float, count: int, seed: int
@@ -64,6 +58,11 @@ class Batches:
         return sum(len(np.unique(self.of_table(index, table)[0].numpy())) for table in range(self.tables))
 
 
+def chunks(table: tierstore.Table) -> Sequence[Tensor]:
+    """The ids of all rows, some at a time."""
+    return torch.split(torch.arange(table.config.num_embeddings), CHUNK)
+
+
 def make_store(
     path: Path | None,
     *,
@@ -75,13 +74,8 @@ def make_store(
     value: float | None = None,
     **settings: Any,
 ) -> tierstore.Store:
-    """A new store of tables t0, t1, ... with a feature f0, f1, ... each.
-
-    Args:
-        rows: of each, or of all.
-        value: written to every row and committed, so that each has to be read, where else it would be computed.
-        settings: others of ``tierstore.open``.
-    """
+    """A new store of tables t0, t1, ... with a feature f0, f1, ... and so many rows each. ``value`` is written to every
+    row and committed, so that each has to be read, where else it would be computed."""
     store, init = tierstore.open(path, mode="w", ddr=ddr, **settings), tierstore.init.Uniform(-0.05, 0.05, seed=1)
     for number, count in enumerate([rows] * tables if isinstance(rows, int) else rows):
         store.create_table(
@@ -92,7 +86,7 @@ def make_store(
         )  # fmt: skip
     if value is not None:
         for table in store.tables.values():
-            for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
+            for ids in chunks(table):
                 table.write(ids, torch.full((len(ids), dim), value))
         store.commit()
     return store
@@ -100,5 +94,5 @@ def make_store(
 
 def read_every_row(table: tierstore.Table) -> None:
     """So that all are in memory, as far as they fit."""
-    for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
+    for ids in chunks(table):
         table.read(ids)

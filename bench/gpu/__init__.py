@@ -42,11 +42,7 @@ PARTS: Final = {name: Part(partial(_measure, name), each.tell) for name, each in
 
 
 def run(request: Run) -> Report:
-    """Every part in turn.
-
-    Raises:
-        SystemExit: there is no CUDA device.
-    """
+    """Every part in turn; SystemExit where there is no CUDA device."""
     if not torch.cuda.is_available() and not request.quick:
         print("no CUDA device: nothing measured")
         sys.exit()

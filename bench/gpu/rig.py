@@ -35,12 +35,8 @@ def rounds_of(repetitions: int) -> int:
 
 
 class Rig:
-    """One device for the length of a benchmark's part.
-
-    Args:
-        device: "cuda" (the current one) or "cpu".
-        seed: of everything random.
-    """
+    """One device, "cuda" (the current one) or "cpu", for the length of a benchmark's part; ``seed`` is of everything
+    random."""
 
     def __init__(self, device: str, *, seed: int = 1) -> None:
         self.is_cuda = device != "cpu"
@@ -66,10 +62,7 @@ class Rig:
         self, actions: Mapping[str, Action], *, repetitions: int, before: Mapping[str, Action] | None = None
     ) -> dict[str, list[float]]:
         """Device seconds of each action, called with a number that is new in each turn, from 0; actions take turns.
-
-        Args:
-            before: what must happen before an action each time, not timed.
-        """
+        What must happen before an action each time, not timed, is in ``before``."""
         taken: dict[str, list[Callable[[], float]]] = {name: [] for name in actions}
         for number in range(_WARM_UPS + repetitions):
             for name, action in actions.items():
@@ -138,11 +131,7 @@ def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
 
 
 class Zipf:
-    """Rows of a table: rank ``r`` (from 0) as likely as ``(r + 1) ** -exponent``, ranks scattered over the table.
-
-    Args:
-        exponent: 0 for rows that are all as likely.
-    """
+    """Rows of a table: rank ``r`` (from 0) as likely as ``(r + 1) ** -exponent``, ranks scattered over the table."""
 
     def __init__(self, rig: Rig, rows: int, exponent: float) -> None:
         self._generator, self._device, self._rows = rig.generator, rig.device, rows

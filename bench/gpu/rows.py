@@ -126,10 +126,8 @@ class _Own:
 
 
 class _Torch:
-    """One ``embedding_bag`` call over the rows of all tables; backward gives a sparse gradient, torch's SGD applies it.
-
-    ``backward`` follows ``forward``.
-    """
+    """One ``embedding_bag`` call over the rows of all tables; backward, which follows forward, gives a sparse gradient,
+    and torch's SGD applies it."""
 
     def __init__(self, case: _Case) -> None:
         self._case, self._leaf, self._gradient = case, case.weights.detach().requires_grad_(), _by_bag(case)

@@ -66,12 +66,8 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
 
 
 class Steps:
-    """A DLRM around embeddings, and steps of its training.
-
-    Args:
-        embeddings: given the ids of a ``Batch``, something with ``values()``, [B, tables * dim].
-        config: "dim", "bottom_mlp", "top_mlp".
-    """
+    """A DLRM around embeddings, and steps of its training. Given the ids of a ``Batch``, ``embeddings`` return
+    something with ``values()``, [B, tables * dim]."""
 
     def __init__(self, rig: Rig, embeddings: Any, tables: int, config: dict[str, Any]) -> None:
         self._rig = rig
@@ -124,11 +120,7 @@ class Steps:
 
 
 class Trainer(Steps):
-    """A DLRM over all tables of a store.
-
-    Args:
-        depth: batches prefetched.
-    """
+    """A DLRM over all tables of a store, ``depth`` batches prefetched."""
 
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
         self.store, self._depth = store, depth

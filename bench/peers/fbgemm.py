@@ -15,12 +15,8 @@ def is_there() -> bool:
 
 
 class Fbgemm:
-    """Tables of one shape in one table-batched module.
-
-    Args:
-        optimizer: "EXACT_SGD" or "EXACT_ROWWISE_ADAGRAD".
-        weights: float32 [rows, dim] of each table, copied.
-    """
+    """Tables of one shape in one table-batched module, from a copy of weights, float32 [rows, dim] of each, trained by
+    "EXACT_SGD" or "EXACT_ROWWISE_ADAGRAD"."""
 
     def __init__(self, weights: list[Tensor], *, optimizer: str, lr: float, eps: float) -> None:
         operators = load(_MODULE)

@@ -1,25 +1,20 @@
 """Redis as an online feature store uses it, if it is installed: one key a row, read with pipelined MGET."""
 
-import shutil
 import socket
-import time
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import redis
 
+from .. import redis_server
 from ..child import HOST, Child
 from ..serving.clients import Answer, SocketClient
 
-_PROGRAM: Final = "redis-server"
-_START_SECONDS: Final = 30.0
-_CHUNK_ROWS: Final = 20_000
+_MSET_ROWS: Final = 20_000
 _KEY: Final = np.dtype([("head", "S4"), ("key", "<u4"), ("end", "S2")])
-
-
-def is_there() -> bool:
-    return shutil.which(_PROGRAM) is not None
 
 
 def _keys(ids: Any) -> Any:
@@ -40,57 +35,30 @@ def _bulks(dim: int) -> Any:
     return np.dtype([("head", f"S{len(b'$%d' % (4 * dim)) + 2}"), ("row", f"V{4 * dim}"), ("end", "S2")])
 
 
-def _encoded_mset(first: int, rows: Any) -> bytes:
-    dim = rows.shape[1]
-    found = np.empty(len(rows), [("key", _KEY), ("bulk", _bulks(dim))])
-    found["key"] = _keys(np.arange(first, first + len(rows)))
-    bulk = found["bulk"]
-    bulk["head"], bulk["end"] = b"$%d\r\n" % (4 * dim), b"\r\n"
-    bulk["row"] = np.ascontiguousarray(rows).view(f"V{4 * dim}").reshape(-1)
-    return b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(rows) + 1) + found.tobytes()
-
-
 class RedisServer(Child):
-    """A server without persistence, on loopback, with every row under its number.
-
-    Args:
-        chunks: float32 [n, dim] each, from row 0 on.
-    """
+    """A server without persistence, on loopback, with every row of the chunks, float32 [n, dim], under its number."""
 
     needs_signal = True
 
     def __init__(self, chunks: Iterable[Any], *, log: Path) -> None:
+        assert redis_server.COMMAND is not None, "redis-server is not installed"
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.port: int = free.getsockname()[1]
-        command = [_PROGRAM, "--port", self.port, "--bind", HOST, "--save", "", "--appendonly", "no", "--logfile", log]
-        super().__init__(command, log=log, cwd=log.parent)
+        options = ["--port", self.port, "--bind", HOST, "--save", "", "--appendonly", "no", "--logfile", log]
+        super().__init__([redis_server.COMMAND, *options], log=log, cwd=log.parent)
         try:
             self._fill(chunks)
         except BaseException:
             self.kill()
             raise
 
-    def _connected(self) -> socket.socket:
-        end = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                return socket.create_connection((HOST, self.port), timeout=60)
-            except ConnectionRefusedError:
-                if time.monotonic() > end or self.process.poll() is not None:
-                    raise
-                time.sleep(0.02)
-
     def _fill(self, chunks: Iterable[Any]) -> None:
-        first = 0
-        with self._connected() as connection:
-            for chunk in chunks:
-                for start in range(0, len(chunk), _CHUNK_ROWS):
-                    rows = chunk[start : start + _CHUNK_ROWS]
-                    connection.sendall(_encoded_mset(first, rows))
-                    if (answer := connection.recv(4096)) != b"+OK\r\n":
-                        raise RuntimeError(f"Redis answered {answer!r}")
-                    first += len(rows)
+        until_it_listens = redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 600)
+        rows = enumerate(row.tobytes() for chunk in chunks for row in chunk)
+        with redis.Redis(HOST, self.port, retry=until_it_listens) as client:
+            while some := dict(islice(rows, _MSET_ROWS)):
+                client.mset({number.to_bytes(4, "little"): row for number, row in some.items()})
 
 
 def rows_of(body: bytes, dim: int) -> bytes:

@@ -22,10 +22,8 @@ def is_there() -> bool:
 
 
 def _options(rocksdict: Any) -> Any:
-    """A small block cache, Bloom filters and indexes in memory, blocks of a page, direct reads, nothing compressed.
-
-    Rows are random floats, and the cache of rows is the parameter server's own, above.
-    """
+    """A small block cache, Bloom filters and indexes in memory, blocks of a page, direct reads, nothing compressed:
+    rows are random floats, and the cache of rows is the parameter server's own, above."""
     table = rocksdict.BlockBasedOptions()
     table.set_block_size(_BLOCK_BYTES)
     table.set_block_cache(rocksdict.Cache(_BLOCK_CACHE_BYTES))
@@ -50,10 +48,8 @@ def _keys(ids: Int64s) -> list[bytes]:
 
 
 class RocksdbRows:
-    """Rows of float32 under eight-byte keys in ascending order, compacted into one level.
-
-    A batch is split over ``threads`` threads, each of which calls MultiGet on its part.
-    """
+    """Rows of float32 under eight-byte keys in ascending order, compacted into one level. A batch is split over so many
+    threads, each of which calls MultiGet on its part."""
 
     def __init__(self, parent: Path, rows: Rows, *, threads: int) -> None:
         self._library = load(_MODULE)

@@ -24,11 +24,7 @@ def module(name: str) -> Any:
 
 
 class TorchRecBags(nn.Module):
-    """``EmbeddingBagCollection`` of tables t0, t1, ... with a feature f0, f1, ... each; shard it by ``distribute``.
-
-    Args:
-        rows: of each table. dim: of all.
-    """
+    """``EmbeddingBagCollection`` of tables t0, t1, ... with a feature f0, f1, ... each; shard it by ``distribute``."""
 
     def __init__(self, rows: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -70,13 +66,8 @@ class _Results:
 def distribute(
     model: nn.Module, sharding_type: str, ranks: Sequence[Sequence[int]], *, lr: float, eps: float
 ) -> nn.Module:
-    """``DistributedModelParallel`` over a model that has one ``TorchRecBags``, or is one; row-wise Adagrad is fused
-    with backward.
-
-    Args:
-        sharding_type: "table_wise" or "row_wise".
-        ranks: that have each table.
-    """
+    """``DistributedModelParallel`` over a model that has one ``TorchRecBags``, or is one, "table_wise" or "row_wise";
+    row-wise Adagrad is fused with backward. ``ranks`` are those that have each table."""
     plans = module("torchrec.distributed.sharding_plan")
     is_whole, kernel = sharding_type == "table_wise", {"compute_kernel": "fused"}
     shardings = {

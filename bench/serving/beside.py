@@ -8,11 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table
 from ..versions import extract, ratio_quartiles
-from .clients import RestClient, SocketClient
-from .http2 import GrpcClient
 from .load import Quantiles, closed_loop
 from .rig import Rig, ServerProcess
 from .trainer import TrainerProcess
@@ -23,21 +20,13 @@ _BETWEEN_COMMITS: Final = 0.5
 """Seconds."""
 
 
-def _client(server: ServerProcess, protocol: str) -> SocketClient:
-    if protocol == "grpc":
-        return GrpcClient(HOST, server.grpc_port, _AT_ONCE)
-    return RestClient(HOST, server.rest_port, _AT_ONCE)
-
-
 def _slices(rig: Rig, servers: Sequence[ServerProcess], number: int) -> dict[str, list[tuple[Any, Any]]]:
     """By protocol the latencies of (this version, the earlier one), slice by slice, each pair for the same queries."""
     found: dict[str, list[tuple[Any, Any]]] = {"rest": [], "grpc": []}
     for turn, protocol in itertools.product(range(number), found):
-        requests, pair = rig.requests(200, protocol), [None, None]
+        requests, pair, seconds = rig.requests(200, protocol), [None, None], rig.config["slice_seconds"]
         for place in (0, 1) if turn % 2 else (1, 0):
-            load = closed_loop(
-                _client(servers[place], protocol), requests, at_once=_AT_ONCE, seconds=rig.config["slice_seconds"]
-            )
+            load = closed_loop(servers[place].client(protocol, _AT_ONCE), requests, at_once=_AT_ONCE, seconds=seconds)
             if load.num_failed:
                 raise RuntimeError(f"{load.num_failed} requests failed: {load.errors}")
             pair[place] = load.latency
@@ -79,16 +68,13 @@ def _tell(figures: dict[str, Any]) -> Report:
     rows, goals = [], []
     for (what, each), protocol in itertools.product(figures["found"].items(), ("rest", "grpc")):
         own = each[protocol]
-        names = ("p50", "earlier_p50", "p99", "earlier_p99")
+        times = [f"{own[name]:.1f}" for name in ("p50", "earlier_p50", "p99", "earlier_p99")]
         quartiles = f"{own['ratio_p25']:.2f} - {own['ratio_p75']:.2f}"
-        rows.append(
-            [f"{protocol}, {what}", *(f"{own[name]:.1f}" for name in names), f"{own['ratio_p50']:.3f}", quartiles]
-        )
-        if what == "alone":
-            goals.append(Goal(f"{protocol}: time over the earlier version's", own["ratio_p50"], at_most=_SLOWER_MAX))
-        else:
-            ratio = own["p99"] / own["earlier_p99"]
-            goals.append(Goal(f"{protocol}: p99 {what}, over the earlier version's", ratio, at_most=_SLOWER_MAX))
+        rows.append([f"{protocol}, {what}", *times, f"{own['ratio_p50']:.3f}", quartiles])
+        name, ratio = "time", own["ratio_p50"]
+        if what != "alone":
+            name, ratio = f"p99 {what},", own["p99"] / own["earlier_p99"]
+        goals.append(Goal(f"{protocol}: {name} over the earlier version's", ratio, at_most=_SLOWER_MAX))
     title = f"the ranking model's answers, ms, this version and {figures['earlier']}"
     columns = ["what", "p50", "earlier p50", "p99", "earlier p99", "ratio of a slice", "its quartiles"]
     note = (

@@ -66,8 +66,7 @@ class SocketClient:
     def __init__(self, host: str, port: int, connections: int) -> None:
         self._address = host, port
         self._num_connections = connections
-        self._free: list[Connection] = []
-        self._all: list[Connection] = []
+        self._free, self._all = list[Connection](), list[Connection]()
         self._waiting: deque[tuple[bytes, Done]] = deque()
 
     def connection(self) -> Connection:

@@ -8,9 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from .. import device
-from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table, median_of
-from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
 from .rig import Rig, ServerProcess
 
@@ -50,14 +48,10 @@ def _told(protocol: str, rate: float, loads: Sequence[Load], used: Any, rig: Rig
     seconds = sum(load.seconds for load in loads)
     quantiles = Quantiles.of(np.concatenate([load.since(rig.config["lead_seconds"]) for load in loads]))
     failed, (cpu, hits, unique) = sum(load.num_failed for load in loads), used.tolist()
-    shown = f"p50 {quantiles.p50:.1f}, p99 {quantiles.p99:.1f} ms, {failed} failed"
-    print(f"  {protocol} {rate:.0f}/s: {shown}", flush=True)
     return {
         "protocol": protocol,
         "rate": rate,
-        "requests": sum(len(load.intended) for load in loads),
         "failed": failed,
-        "errors": [error for load in loads for error in load.errors],
         **quantiles._asdict(),
         "late_p99": 1e3 * float(np.quantile(np.concatenate([load.late for load in loads]), 0.99)),
         "generator_cores": sum(load.cores * load.seconds for load in loads) / seconds,
@@ -73,11 +67,7 @@ def around_highest(
 
     Each rate follows from the latency at the one before, by its root: Robbins and Monro's stochastic approximation. A
     bisection asks for yes or no, and keeps an error for good. All are measured together step by step: what differs is
-    not what the machine did meanwhile.
-
-    Args:
-        ceiling: no higher rate is tried.
-        measure: latencies over their bounds at these rates; inf where requests failed.
+    not what the machine did meanwhile. ``measure`` gives latencies over their bounds, inf where requests failed.
     """
     visited, is_near = {name: [min(first, ceiling)] for name in names}, dict.fromkeys(names, False)
     for _ in range(steps):
@@ -89,24 +79,22 @@ def around_highest(
 
 
 def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
-    """Figures: of each protocol the highest load and the medians of the steps around it; all steps; gRPC's over REST's
-    highest load."""
+    """Of each protocol the highest load and the medians of the steps around it."""
     config = rig.config
     steps: list[list[Step]] = []
 
     def measure(rates: Rates) -> dict[str, float]:
         """Latency over its bound, the larger of two."""
         steps.append(_step(rig, server, rates, len(steps)))
-        return {
-            each["protocol"]: float("inf")
-            if each["failed"]
-            else max(each["p95"] / config["p95_ms"], each["p99"] / config["p99_ms"])
-            for each in steps[-1]
-        }
+        excess = {}
+        for each in steps[-1]:
+            over = max(each["p95"] / config["p95_ms"], each["p99"] / config["p99_ms"])
+            excess[each["protocol"]] = float("inf") if each["failed"] else over
+        return excess
 
     # From half of what the server answers when it is never idle.
-    client, seconds = RestClient(HOST, server.rest_port, 8), config["slice_seconds"]
-    load = closed_loop(client, rig.requests(1000, "rest"), at_once=8, seconds=seconds)
+    seconds = config["slice_seconds"]
+    load = closed_loop(server.client("rest", 8), rig.requests(1000, "rest"), at_once=8, seconds=seconds)
     first = 0.5 * len(load.since(0)) / load.seconds
     visited = around_highest(_BOTH, first, config["rate_ceiling"], measure, steps=config["search_steps"])
     rates = {protocol: statistics.median(each) if each else 0.0 for protocol, each in visited.items()}
@@ -185,9 +173,8 @@ def _tell(figures: dict[str, Any]) -> Report:
     if ratio := figures["grpc_over_rest"]:
         goals.append(Goal("highest load over gRPC, of that over REST", ratio["value"], at_least=_GRPC_SHARE))
     tables = {title: _at_shares(figures), "the protocols by turns, at one load": figures["by_turns"]}
-    return Report(
-        [Table(name, _COLUMNS, list(map(_row, steps))) for name, steps in tables.items()], goals, [_note(figures)]
-    )
+    shown = [Table(name, _COLUMNS, list(map(_row, steps))) for name, steps in tables.items()]
+    return Report(shown, goals, [_note(figures)])
 
 
 def _note(figures: dict[str, Any]) -> str:

@@ -31,16 +31,10 @@ class Quantiles(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What load came to.
-
-    Attributes:
-        intended: float64 [n], seconds from the start at which each request was to leave.
-        latency: float64 [n], seconds from then until the whole answer was there; NaN where none came.
-        late: float64 [n], seconds from then until the generator came to it.
-        seconds: from the start until the last answer.
-        cores: processor time that the generator took, of the time that passed.
-        errors: of the first few requests that failed, what was said.
-    """
+    """What load came to; float64 [n], in seconds: ``intended``, from the start until a request was to leave;
+    ``latency``, from then until the whole answer was there, NaN where none came; ``late``, from then until the
+    generator came to it. ``cores`` is the generator's time of a processor over ``seconds``, which end with the last
+    answer; ``errors`` are of the first few requests that failed."""
 
     intended: Any
     latency: Any
@@ -61,29 +55,11 @@ def poisson(generator: np.random.Generator, rate: float, seconds: float) -> Any:
     return times[times < seconds]
 
 
-def _run_alone(work: Callable[[], Coroutine[Any, Any, Load]]) -> Load:
-    """Run a coroutine in a loop of its own, which wakes up to the microsecond, without the garbage collector."""
-
-    def timed_loop() -> asyncio.AbstractEventLoop:
-        # Only select takes its time limit in microseconds.
-        return asyncio.SelectorEventLoop(selectors.SelectSelector())
-
-    gc.collect()
-    gc.disable()
-    try:
-        with asyncio.Runner(loop_factory=timed_loop) as runner:
-            return runner.run(work())
-    finally:
-        gc.enable()
-
-
 class _Record:
     """What became of requests, as answers come in."""
 
     def __init__(self) -> None:
-        self.intended: list[float] = []
-        self.latency: list[float] = []
-        self.late: list[float] = []
+        self.intended, self.latency, self.late = list[float](), list[float](), list[float]()
         self.errors: list[str] = []
         self.start = time.perf_counter()
         self._cpu = time.process_time()
@@ -114,48 +90,59 @@ class _Record:
         return Load(intended, latency, late, seconds, cores / seconds, failed, tuple(self.errors[:5]))
 
 
-def _ignore(_index: int, _answer: Answer) -> None:
-    pass
+def _timed_loop() -> asyncio.AbstractEventLoop:
+    """It wakes up to the microsecond: only select takes its time limit in them."""
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
-def open_loop(
-    client: SocketClient, requests: Sequence[bytes], intended: Any, on_answer: Callable[[int, Answer], None] = _ignore
-) -> Load:
-    """Send each request when it is due; what is not answered some time after the last one has failed.
-
-    Args:
-        intended: float64, seconds from the start at which each is to leave, in order.
-        on_answer: is given a request's index and its answer.
-    """
-
-    async def send(record: _Record) -> None:
-        for index, (request, due) in enumerate(zip(requests, intended.tolist(), strict=True)):
-            wait = record.start + due - time.perf_counter()
-            if wait > 0 or not index % 16:
-                await asyncio.sleep(max(wait, 0))
-            record.ask(client, request, due, partial(on_answer, index))
-        while record.in_flight:
-            await asyncio.sleep(0.001)
+def _run_alone(client: SocketClient, send: Callable[[_Record], Coroutine[Any, Any, None]]) -> Load:
+    """What requests come to, in a loop of their own, without the garbage collector."""
 
     async def work() -> Load:
         await client.open()
-        record, last = _Record(), intended[-1] if len(intended) else 0.0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(last + _LAST_ANSWER_SECONDS):
-                await send(record)
+        await send(record := _Record())
         load = record.load()
         await client.close()
         return load
 
-    return _run_alone(work)
+    gc.collect()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=_timed_loop) as runner:
+            return runner.run(work())
+    finally:
+        gc.enable()
+
+
+def open_loop(
+    client: SocketClient,
+    requests: Sequence[bytes],
+    intended: Any,
+    on_answer: Callable[[int, Answer], None] = lambda *_: None,
+) -> Load:
+    """Send each request when it is due, in ``intended`` seconds from the start, in order; what is not answered some
+    time after the last one has failed. ``on_answer`` is given a request's index and its answer."""
+    last = intended[-1] if len(intended) else 0.0
+
+    async def send(record: _Record) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(last + _LAST_ANSWER_SECONDS):
+                for index, (request, due) in enumerate(zip(requests, intended.tolist(), strict=True)):
+                    wait = record.start + due - time.perf_counter()
+                    if wait > 0 or not index % 16:
+                        await asyncio.sleep(max(wait, 0))
+                    record.ask(client, request, due, partial(on_answer, index))
+                while record.in_flight:
+                    await asyncio.sleep(0.001)
+
+    return _run_alone(client, send)
 
 
 def closed_loop(client: SocketClient, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
     """Keep ``at_once`` requests in flight, from the list over and over; ``intended`` is when each was sent."""
 
-    async def work() -> Load:
-        await client.open()
-        record, finished = _Record(), asyncio.Event()
+    async def send(record: _Record) -> None:
+        finished = asyncio.Event()
 
         def ask() -> None:
             now = time.perf_counter() - record.start
@@ -171,8 +158,5 @@ def closed_loop(client: SocketClient, requests: Sequence[bytes], *, at_once: int
             ask()
         async with asyncio.timeout(seconds + _LAST_ANSWER_SECONDS):
             await finished.wait()
-        load = record.load()
-        await client.close()
-        return load
 
-    return _run_alone(work)
+    return _run_alone(client, send)

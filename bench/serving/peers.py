@@ -9,15 +9,15 @@ import numpy as np
 
 import tierstore
 
-from ..child import HOST, Child
+from ..child import Child
 from ..common import Goal, Part, Report, Run, Table, median_of
 from ..peers import redis_rows
+from ..workload import chunks
 from . import queries
-from .clients import Answer, RestClient, SocketClient
-from .http2 import GrpcClient
+from .clients import Answer, SocketClient
 from .load import Quantiles, closed_loop, open_loop
 from .rig import ServerProcess
-from .shape import ROWS_TABLE, chunks, rows_store
+from .shape import ROWS_TABLE, rows_store
 
 _REDIS: Final = "Redis, pipelined MGET"
 _NUM_REQUESTS: Final = 600
@@ -28,13 +28,8 @@ _TIMES: Final = {26: 2.0, 1: 1.2}
 
 
 class _Way(NamedTuple):
-    """A server that rows are asked of.
-
-    Attributes:
-        client: given how many connections and ids a sample.
-        encode: a query's request, given also ids a sample.
-        rows: an answer's rows, side by side, given the number of rows.
-    """
+    """A server that rows are asked of. ``client`` is given how many connections and ids a sample, ``encode`` a query
+    and ids a sample, ``rows`` an answer and how many rows it has side by side."""
 
     name: str
     server: Child
@@ -51,7 +46,6 @@ def _rows(request: Run) -> Iterator[Any]:
 
 
 def _redis(request: Run, stack: contextlib.ExitStack) -> _Way:
-    print("loading Redis", flush=True)
     server = stack.enter_context(redis_rows.RedisServer(_rows(request), log=request.folder / "redis.log"))
     dim = request.config["dim"]
     return _Way(
@@ -74,16 +68,14 @@ def _tierstore(request: Run, divisor: int, stack: contextlib.ExitStack) -> list[
         return body[-count * config["dim"] * 4 :]
 
     held = f"memory for a {divisor}th of the rows" if divisor else "all rows in memory"
-    return [
-        _Way(
-            f"tierstore, REST, {held}", server, lambda connections, _: RestClient(HOST, server.rest_port, connections),
-            lambda query, _: queries.encoded_rest(query), last,
-        ),
-        _Way(
-            f"tierstore, gRPC, {held}", server, lambda connections, _: GrpcClient(HOST, server.grpc_port, connections),
-            lambda query, _: queries.encoded_grpc(query), last,
-        ),
-    ]  # fmt: skip
+
+    def way(name: str, shown: str) -> _Way:
+        return _Way(
+            f"tierstore, {shown}, {held}", server, lambda connections, _: server.client(name, connections),
+            lambda query, _: queries.ENCODED[name](query), last,
+        )  # fmt: skip
+
+    return [way("rest", "REST"), way("grpc", "gRPC")]
 
 
 def _check(way: _Way, query: queries.Query, features: int, expected: Any) -> None:
@@ -100,7 +92,6 @@ def _turn(way: _Way, connections: int, features: int, drawn: list[queries.Query]
     requests, cpu = [way.encode(query, features) for query in drawn], way.server.cpu_seconds()
     load = closed_loop(way.client(connections, features), requests, at_once=connections, seconds=seconds)
     return {
-        "connections": connections,
         "queries_per_s": len(load.since(0)) / load.seconds,
         **Quantiles.of(load.since(0))._asdict(),
         "failed": load.num_failed,
@@ -132,14 +123,13 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rows_store(request.folder, config)
     with contextlib.ExitStack() as stack:
         ways = [way for divisor in config["peer_divisors"] for way in _tierstore(request, divisor, stack)]
-        has_redis = redis_rows.is_there()
-        ways += [_redis(request, stack)] if has_redis else []
+        ways.append(_redis(request, stack))
         expected = np.concatenate(list(_rows(request)))
         for features in config["peer_features"]:
             rows = statistics.mean(queries.QUERY_SIZES) * features
             highest = _highest(config, features, ways, expected)
             measured.append({"features": features, "rows_per_query": rows, "highest": highest})
-    return {"has_redis": has_redis, "rows": config["peer_rows"], "dim": config["dim"], "lookups": measured}
+    return {"rows": config["peer_rows"], "dim": config["dim"], "lookups": measured}
 
 
 def _table(measured: dict[str, Any], figures: dict[str, Any]) -> Table:
@@ -164,20 +154,16 @@ def _goal(measured: dict[str, Any]) -> Goal:
 
 
 def _tell(figures: dict[str, Any]) -> Report:
-    has_redis = figures["has_redis"]
-    return Report(
-        tables=[_table(measured, figures) for measured in figures["lookups"]],
-        goals=[_goal(measured) for measured in figures["lookups"]] if has_redis else [],
-        notes=[
-            "Peers: one table, ids by Zipf's law, a query's ids in one request; Redis 7 holds each row as a string of "
-            "its bytes under a key of four bytes, nothing persistent, asked by MGETs of one feature's ids each, sent "
-            "without waiting. The clients send bytes made beforehand over loopback and take the answer's bytes as "
-            "they are; to gather Redis's rows from between their lengths is not counted. Before, every way's rows "
-            "were compared with the store's. The ways take turns, as fast as they answer; medians."
-            if has_redis
-            else "Peers: there was no redis-server on this machine."
-        ],
+    note = (
+        "Peers: one table, ids by Zipf's law, a query's ids in one request; Redis 7 holds each row as a string of its "
+        "bytes under a key of four bytes, nothing persistent, asked by MGETs of one feature's ids each, sent without "
+        "waiting. The clients send bytes made beforehand over loopback and take the answer's bytes as they are; to "
+        "gather Redis's rows from between their lengths is not counted. Before, every way's rows were compared with "
+        "the store's. The ways take turns, as fast as they answer; medians."
     )
+    lookups = figures["lookups"]
+    goals = [_goal(measured) for measured in lookups if _REDIS in measured["highest"]]
+    return Report([_table(measured, figures) for measured in lookups], goals, [note] if goals else [])
 
 
 PART: Final = Part(_measure, _tell)

@@ -49,12 +49,8 @@ class Ranking(NamedTuple):
         sizes_from: np.random.Generator | None = None,
         sizes: Sequence[int] = (),
     ) -> list[Query]:
-        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each again.
-
-        Args:
-            sizes_from: draws the sizes alone, so that they can be drawn again.
-            sizes: of each query, in place of drawn ones.
-        """
+        """Of the sizes in ``QUERY_SIZES``, or as given; ids are drawn for each again. ``sizes_from`` draws the sizes
+        alone, so that they can be drawn again."""
         bounds = np.cumsum([0, *(sizes or _sizes(sizes_from or generator, count))])
         ids = np.stack([drawn(generator, rows, self.exponent, int(bounds[-1])) for rows in self.rows])
         dense = generator.integers(0, 1000, (int(bounds[-1]), _NUM_DENSE)).astype(np.float32)
@@ -111,5 +107,8 @@ def encoded_grpc(query: Query) -> bytes:
     for name, array in query.inputs.items():
         message.inputs.add(name=name, datatype=DATATYPES[array.dtype.name], shape=array.shape)
         message.raw_input_contents.append(array.tobytes())
-    found: bytes = message.SerializeToString()
-    return found
+    return bytes(message.SerializeToString())
+
+
+ENCODED: Final = {"rest": encoded_rest, "grpc": encoded_grpc}
+"""By protocol."""

@@ -19,7 +19,7 @@ from . import queries
 from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import closed_loop, poisson
-from .shape import kaggle_rows, kaggle_store, table_bytes
+from .shape import kaggle_rows, kaggle_store
 
 _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), \w+ http://[^:]+:(\d+)")
 
@@ -35,12 +35,17 @@ class ServerProcess(Child):
         super().__init__([*command, "--log-level", "warning", *flags], log=log, cwd=root)
         try:
             found = _READY.search(line := self.line())
-            if found is None:
-                raise RuntimeError(f"the server said {line!r}")
+            assert found, f"the server said {line!r}"
         except BaseException:
             self.kill()
             raise
         self.rest_port, self.grpc_port, self._admin_port = map(int, found.groups())
+
+    def client(self, protocol: str, connections: int) -> SocketClient:
+        """Over "rest" or "grpc"."""
+        if protocol == "grpc":
+            return GrpcClient(HOST, self.grpc_port, connections)
+        return RestClient(HOST, self.rest_port, connections)
 
     def metric(self, name: str, label: str = "") -> float:
         """The sum of its series of that name that have the label."""
@@ -60,12 +65,13 @@ class Rig:
     def __init__(self, request: Run) -> None:
         self.config: Mapping[str, Any] = request.config
         self.store: Path = kaggle_store(request.folder, request.config)
-        self.ddr_bytes = table_bytes(request.config) // int(request.config["ddr_divisor"])
+        rows = kaggle_rows(request.config)
+        self.ddr_bytes = sum(rows) * 4 * int(self.config["dim"]) // int(self.config["ddr_divisor"])
         self.rows_file = self.store / "rows.lmdb"
         page_cache.warm(self.rows_file)
         self._log = request.folder / "serve.log"
-        self._queries = queries.Ranking(kaggle_rows(request.config), request.config["exponent"])
-        self._generator = np.random.default_rng(request.config["seed"])
+        self._queries = queries.Ranking(rows, self.config["exponent"])
+        self._generator = np.random.default_rng(self.config["seed"])
 
     def server(self, root: Path = ROOT) -> ServerProcess:
         """One that begins with empty memory."""
@@ -74,28 +80,21 @@ class Rig:
 
     def requests(self, count: int, protocol: str, *, sizes_from: np.random.Generator | None = None) -> list[bytes]:
         """So many ranking queries that were never asked before."""
-        encode = queries.encoded_grpc if protocol == "grpc" else queries.encoded_rest
-        return [encode(query) for query in self._queries.draw(self._generator, count, sizes_from=sizes_from)]
+        drawn = self._queries.draw(self._generator, count, sizes_from=sizes_from)
+        return list(map(queries.ENCODED[protocol], drawn))
 
     def stream(
         self, server: ServerProcess, protocol: str, rate: float, seconds: float, *, pattern: Sequence[int]
     ) -> tuple[SocketClient, list[bytes], Any]:
-        """What ``open_loop`` takes.
-
-        Args:
-            pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn again.
-        """
+        """What ``open_loop`` takes. Queries' times, but for the rate, and sizes follow from the numbers of ``pattern``;
+        their ids are drawn again."""
         times, sizes = np.random.default_rng(pattern).spawn(2)
-        intended, connections = poisson(times, rate, seconds), self.config["connections"]
-        client: SocketClient = RestClient(HOST, server.rest_port, connections)
-        if protocol == "grpc":
-            client = GrpcClient(HOST, server.grpc_port, connections)
+        intended, client = poisson(times, rate, seconds), server.client(protocol, self.config["connections"])
         return client, self.requests(len(intended), protocol, sizes_from=sizes), intended
 
     def warm(self, server: ServerProcess, seconds: float | None = None) -> None:
         """Ask as fast as the server answers: ``warm_seconds``, until memory holds the hot rows, or as given."""
         end = time.monotonic() + (self.config["warm_seconds"] if seconds is None else seconds)
         while (left := end - time.monotonic()) > 0:
-            # Fresh requests every few seconds: asked again, the same ones would only hit.
-            client = RestClient(HOST, server.rest_port, 4)
-            closed_loop(client, self.requests(400, "rest"), at_once=4, seconds=max(0.1, min(left, 1.5)))
+            fresh = self.requests(400, "rest")  # every few seconds: asked again, the same ones would only hit
+            closed_loop(server.client("rest", 4), fresh, at_once=4, seconds=max(0.1, min(left, 1.5)))

@@ -15,12 +15,12 @@ from tierstore.train.config import load, parse_override
 
 from ..data import ROOT
 from ..rowdata import build_once
+from ..workload import chunks
 
 CANARY: Final = "canary"
 """A small table whose every element is the number of the version that wrote it."""
 CANARY_ROWS: Final = 256
 ROWS_TABLE: Final = "t0"
-_CHUNK: Final = 500_000
 
 Config = Mapping[str, Any]
 
@@ -30,21 +30,9 @@ def kaggle_rows(config: Config) -> list[int]:
     return [max(3, int(each.num_embeddings * config["kaggle_scale"])) for each in load_workload("criteo-kaggle").tables]
 
 
-def table_bytes(config: Config) -> int:
-    """Of all rows, without their optimizer's state."""
-    return sum(kaggle_rows(config)) * int(config["dim"]) * 4
-
-
-def chunks(table: tierstore.Table) -> list[torch.Tensor]:
-    """The ids of all rows, some at a time."""
-    return list(torch.split(torch.arange(table.config.num_embeddings), _CHUNK))
-
-
 def _add_table(store: tierstore.Store, name: str, rows: int, dim: int) -> tierstore.Table:
-    rule = tierstore.optim.SGD(lr=0.1)
-    return store.create_table(
-        tierstore.TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling="sum", optimizer=rule)
-    )
+    shape: Any = {"num_embeddings": rows, "embedding_dim": dim, "pooling": "sum"}
+    return store.create_table(tierstore.TableConfig(name=name, optimizer=tierstore.optim.SGD(lr=0.1), **shape))
 
 
 def write_canary(table: tierstore.Table, number: int) -> None:

@@ -29,10 +29,7 @@ _NICE: Final = 19
 
 
 class Commit(NamedTuple):
-    """Attributes:
-    committed: on the clock of ``time.monotonic``, which all processes of a machine share, when ``commit`` returned.
-    seconds: that the commit took.
-    """
+    """``committed``: on the clock of ``time.monotonic``, which all processes share, when ``commit`` returned."""
 
     version: int
     committed: float
@@ -41,18 +38,14 @@ class Commit(NamedTuple):
 
 
 class TrainerProcess(Child):
-    """The process; ready to commit when this returns.
-
-    Args:
-        rows: that each commit changes.
-    """
+    """The process; ready when this returns to commit so many changed rows at a time."""
 
     def __init__(self, store: Path, rows: int, *, log: Path) -> None:
         super().__init__([sys.executable, "-m", "bench.serving.trainer", store, rows], log=log)
         self.line()
 
     def commit(self) -> Commit:
-        """Change rows and weights, and commit; RuntimeError if the process ended."""
+        """Change rows and weights, and commit."""
         return Commit(**json.loads(self.ask("commit")))
 
 

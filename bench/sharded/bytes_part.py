@@ -1,6 +1,5 @@
 """Part "bytes": what ranks send to each other for Criteo's lookups, tierstore's and TorchRec's."""
 
-import functools
 import time
 from collections.abc import Callable
 from statistics import mean
@@ -14,7 +13,6 @@ from torch import Tensor
 from tierstore.dist.plan import ShardingType
 
 from ..common import Goal, Part, Report, Run, Table
-from ..data import require_criteo
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks
 from .systems import Ours, Setup, System, Theirs
@@ -59,20 +57,16 @@ def _of_step(system: System, batch: Any) -> dict[str, float]:
 
 def _in_rank(config: dict[str, Any]) -> list[dict[str, Any]]:
     count = dist.get_world_size() * (_STEPS + 1)
-    workload = criteo(require_criteo(), config | {"criteo_batch": config["batch"], "dim": 0}, count)
+    workload = criteo(config | {"criteo_batch": config["batch"], "dim": 0}, count)
     return [_point(workload._replace(dim=dim), kind) for kind in config["shardings"] for dim in config["dims"]]
 
 
 def _point(workload: StepWorkload, sharding_type: ShardingType) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     setup = Setup(workload.rows, workload.dim, sharding_type)
-    systems: dict[str, Callable[[], System]] = {
-        name: functools.partial(Ours, setup._replace(**how)) for name, how in OURS.items()
-    }
-    systems[THEIRS] = functools.partial(Theirs, setup)
     batches, sent = workload.batches[rank::size], {}
-    for name, make in systems.items():
-        system = make()
+    for name in (*OURS, THEIRS):
+        system = Theirs(setup) if name == THEIRS else Ours(setup._replace(**OURS[name]))
         _of_step(system, batches[0])  # connections are made
         steps = [_of_step(system, batch) for batch in batches[1:]]
         sent[name] = {what: mean(step[what] for step in steps) for what in steps[0]}

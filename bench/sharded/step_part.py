@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,10 +12,9 @@ import tierstore
 from tierstore.dist.plan import ShardingType
 
 from ..common import Goal, Part, Report, Run, Table
-from ..data import require_criteo
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks, whole_machine
-from .systems import Alone, Ours, Setup, System, Theirs
+from .systems import Alone, Ours, Setup, Theirs
 from .turns import contender, spreads, take_turns
 
 OURS: Final = "tierstore"
@@ -40,7 +40,7 @@ def joined(batches: Sequence[tierstore.KeyedJaggedTensor]) -> tierstore.KeyedJag
 def _in_rank(config: dict[str, Any]) -> list[dict[str, Any]]:
     mlps = config["bottom_mlp"], config["top_mlp"]
     count = dist.get_world_size() * config["batches"]
-    workload = criteo(require_criteo(), config | {"criteo_batch": config["batch"], "dim": 0}, count)
+    workload = criteo(config | {"criteo_batch": config["batch"], "dim": 0}, count)
     return [
         _point(workload._replace(dim=dim), kind, layers, config)
         for kind in config["shardings"]
@@ -53,21 +53,20 @@ def _point(workload: StepWorkload, kind: ShardingType, mlps: Any, config: dict[s
     rank, size, count = dist.get_rank(), dist.get_world_size(), config["batches"]
     setup = Setup(workload.rows, workload.dim, kind, mlps=mlps, lr=config["lr"])
     own, is_model = workload.batches[rank::size], mlps is not None
-    ours = Ours(setup)
-    systems: dict[str, System] = {OURS: ours, AHEAD: ours, THEIRS: Theirs(setup)}
-    how: dict[str, dict[str, Any]] = {AHEAD: {"depth": config["depth"]}}
-    given = dict.fromkeys(systems, own)
+    made, ours = partial(contender, is_model=is_model), Ours(setup)
+    contenders = {
+        OURS: made(ours, own),
+        AHEAD: made(ours, own, depth=config["depth"]),
+        THEIRS: made(Theirs(setup), own),
+    }
     if size == _ALONE_RANKS:
         with whole_machine(size):
-            systems[ALONE] = Alone(setup, size)
-        how[ALONE] = {"alone_threads": size}
-        given[ALONE] = [joined(workload.batches[first : first + size]) for first in range(0, size * count, size)]
-    contenders = {
-        name: contender(system, given[name], is_model=is_model, **how.get(name, {})) for name, system in systems.items()
-    }
+            alone = Alone(setup, size)
+        whole = [joined(workload.batches[first : first + size]) for first in range(0, size * count, size)]
+        contenders[ALONE] = made(alone, whole, alone_threads=size)
     seconds = take_turns(contenders, config["turns"])
-    for system in systems.values():
-        system.close()
+    for each in contenders.values():
+        each.system.close()
     return {"sharding_type": kind, "dim": workload.dim, "what": MODEL if is_model else TABLES, "seconds": seconds}
 
 

@@ -22,14 +22,8 @@ _EPS: Final = 1e-8
 
 
 class Setup(NamedTuple):
-    """Tables, trained by row-wise Adagrad, how they are sharded, and the layers around them.
-
-    Attributes:
-        rows: of each table. dim: of all.
-        sharding_type: by TorchRec's name, of all tables.
-        mlps: widths of the hidden layers of a DLRM's bottom and top MLP; None for the tables alone.
-        exchange, forward_precision, backward_precision: of tierstore, as ``open_sharded`` has them.
-    """
+    """Tables of one width, trained by row-wise Adagrad, how they are sharded, and the layers around them: ``mlps`` has
+    the widths of a DLRM's bottom and top MLP, None for the tables alone."""
 
     rows: Sequence[int]
     dim: int
@@ -68,11 +62,8 @@ class Setup(NamedTuple):
 
 
 class System:
-    """A way to train the tables, by tierstore unless a subclass says otherwise.
-
-    Attributes:
-        model: called with the dense features and a batch, or with a batch where there are tables alone.
-    """
+    """A way to train the tables, by tierstore unless a subclass says otherwise. ``model`` is called with the dense
+    features and a batch, or with a batch where there are tables alone."""
 
     store: tierstore.Store | ShardedStore
     module: nn.Module
@@ -132,11 +123,7 @@ class Theirs(System):
 
 
 class Alone(System):
-    """tierstore in one process.
-
-    Args:
-        threads: that it may use, besides those that torch has.
-    """
+    """tierstore in one process, which may use so many threads besides torch's."""
 
     def __init__(self, setup: Setup, threads: int) -> None:
         self.store = _open_alone(setup, threads)

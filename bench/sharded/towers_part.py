@@ -3,14 +3,10 @@
 Ranks of one host talk over its loopback interface, without limits.
 """
 
+import contextlib
 import json
-import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +16,7 @@ from torch import nn
 import tierstore
 from tierstore.dist import TowerTieredEmbeddingBagCollection, open_sharded
 
+from ..child import Child
 from ..common import Goal, Part, Report, Run, Table
 from ..hosts import address, joined_hosts, python_on
 from .systems import Ours, Setup, System, Theirs
@@ -73,25 +70,20 @@ def _in_rank(config: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _run_ranks(names: list[str], config: dict[str, Any]) -> list[Any]:
-    told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0", "LOCAL_WORLD_SIZE": f"{_ON_HOST}"}
-    environment = os.environ | told | {"TOWERS": json.dumps(config)}
-    with tempfile.TemporaryDirectory() as folder:
-        commands = [
-            [*map(str, python_on(names[rank // _ON_HOST], __name__)), folder, f"{rank}"]
-            for rank in range(_HOSTS * _ON_HOST)
-        ]
-        ranks = [subprocess.Popen(command, env=environment) for command in commands]
-        if sum(abs(rank.wait()) for rank in ranks):
-            raise SystemExit("a rank failed; see above")
-        return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(len(ranks))]
+    settings = ["env", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=link0", f"LOCAL_WORLD_SIZE={_ON_HOST}"]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(_HOSTS * _ON_HOST):
+            command = [*settings, *python_on(names[rank // _ON_HOST], __name__), json.dumps(config), rank]
+            ranks.append(stack.enter_context(Child(command)))
+        return [json.loads(rank.line()) for rank in ranks]
 
 
-def main(folder: str, rank: int) -> None:
+def main(config: str, rank: int) -> None:
     torch.set_num_threads(1)
     meet = {"init_method": f"tcp://{address(0)}:{_PORT}", "rank": rank, "world_size": _HOSTS * _ON_HOST}
     dist.init_process_group("gloo", timeout=timedelta(minutes=2), **meet)  # type: ignore[arg-type]
-    found = _in_rank(json.loads(os.environ["TOWERS"]))
-    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(found))
+    print(json.dumps(_in_rank(json.loads(config))), flush=True)
     dist.destroy_process_group()
 
 
@@ -100,7 +92,6 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     for mbit in config["mbit"]:
         with joined_hosts(_HOSTS, mbit) as names:
             points.append({"mbit": mbit, "seconds": spreads(_run_ranks(names, config))})
-        print(mbit, {name: round(1e3 * each["median"], 1) for name, each in points[-1]["seconds"].items()}, flush=True)
     return {"points": points, **config}
 
 

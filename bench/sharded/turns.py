@@ -1,9 +1,8 @@
 """Systems that train in turns, so that whatever else the machine does meets all of them."""
 
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,14 +25,8 @@ Batch = tuple[Any, Tensor, Tensor]
 
 
 class Contender(NamedTuple):
-    """A system, and what it does in a turn.
-
-    Attributes:
-        batches: of each turn.
-        step: of one batch.
-        depth: batches brought in ahead, in tierstore's tables.
-        alone_threads: if not 0, only the first rank works, with so many.
-    """
+    """A system, and what it does in a turn: steps over batches, ``depth`` of them prefetched by tierstore's tables. If
+    ``alone_threads`` is not 0, only the first rank works, with so many."""
 
     system: System
     batches: Sequence[Batch]
@@ -44,16 +37,13 @@ class Contender(NamedTuple):
     def turn(self) -> list[float]:
         """Seconds from the end of a step to that of the next; at either end those are left out that prefetch, which
         begins and ends with the turn, would make longer or shorter."""
-        ends = []
-        with contextlib.ExitStack() as stack:
-            batches: Iterable[Batch] = self.batches
-            if self.depth:
-                model = self.system.model
-                ahead = tierstore.prefetch(self.batches, model, depth=self.depth, features=lambda batch: batch[0])
-                batches = stack.enter_context(contextlib.closing(ahead))
-            for batch in batches:
-                self.step(batch)
-                ends.append(time.perf_counter())
+        ends, batches = [], iter(self.batches)
+        if self.depth:
+            model = self.system.model
+            batches = tierstore.prefetch(batches, model, depth=self.depth, features=lambda batch: batch[0])
+        for batch in batches:
+            self.step(batch)
+            ends.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(ends[2:-2])]
 
 
