@@ -150,7 +150,9 @@ def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site,
         ("update: applied", True),
         ("update: shown", True),
         ("update: shown", False),
-        *((point, False) for point in (*killpoints.ROLLBACK_POINTS[:2], "rollback: written")),
+        ("canary: approved", True),
+        ("canary: declined", False),
+        ("rollback: written", False),
     ],
 )
 def test_a_canary_that_is_killed_goes_on(site, source, point, is_good, monkeypatch):
