@@ -31,7 +31,7 @@ from tierstore.dist import (
 )
 
 from .ranks import run
-from .test_plan import drawn_sharding
+from .test_placement import drawn_sharding
 
 ROWS, STEPS, SAMPLES = 300, 3, 6
 EVALUATED = 90
