@@ -1,10 +1,7 @@
-"""Grouping a batch's ids: distinct keys by cache set, positions of each in id-list order; twin and Triton. Whatever the
-streams' speeds, no row is overwritten, moved or read before it may be."""
+"""Grouping a batch's ids: distinct keys by cache set, the positions of each in id-list order; twin and Triton."""
 
-import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,14 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tierstore
-from tests.hbm import tracing
-from tests.hbm.stores import few_slots
-from tierstore import optim
-from tierstore.hbm import base, cache, launches, twin
+from tierstore.hbm import cache, launches, twin
 from tierstore.hbm.kernel_types import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
-from tierstore.store import arguments
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
@@ -119,44 +111,3 @@ def test_mixing_loses_no_key_and_spreads_neighbours_over_sets() -> None:
     assert filled.max() <= 64
     assert filled.min() >= 6
     assert abs(filled.double().var().item() / 32 - 1) < 0.15
-
-
-ROWS, DIM, STEPS = 600, 4, 10
-
-
-def train(
-    directory: Path, *, depth: int = 2, rows: int = ROWS, steps: int = STEPS, ids: Any = None, **settings: Any
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    config = tierstore.TableConfig(
-        name="t", num_embeddings=rows // 6 if ids else rows, embedding_dim=DIM, ids=ids,
-        init=tierstore.init.Uniform(-1, 1), optimizer=optim.RowWiseAdagrad(lr=0.1),
-    )  # fmt: skip
-    with tierstore.open(directory, ddr="2MiB", **settings) as store:
-        bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
-        batches = [((torch.rand(24, 3, generator=generator) ** 2) * rows).long() for _ in range(steps)]
-        for number, batch in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
-            out = bag(batch)
-            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-            if number == steps // 2:
-                store.commit()
-        return store["t"].read(torch.arange(rows))
-
-
-@pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
-def test_uses_of_a_row_are_ordered_with_dynamic_ids(tmp_path, monkeypatch, hbm):
-    """Without them, ``test_bits.py`` has it."""
-    trace = tracing.install(monkeypatch, 0)
-    with few_slots(40) if hbm == "8KiB" else contextlib.nullcontext():
-        train(tmp_path / "store", hbm=hbm, ids=tierstore.DynamicIds())
-    assert (trace.problems, trace.num_accesses > 1000) == ([], True)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for a CUDA device")
-@pytest.mark.parametrize(("policy", "budget", "is_there"), [("lfu", "12KiB", True), ("lru", "64KiB", False)])
-def test_training_with_triton_kernels(tmp_path, monkeypatch, policy, budget, is_there):
-    expected = train(tmp_path / "plain", depth=0, rows=200, steps=2)
-    for module in (base, cache):
-        monkeypatch.setattr(module, "kernels_of", lambda _: launches)
-    monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    assert torch.equal(train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy), expected)
