@@ -10,8 +10,6 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "WRITER", "Child", "Reader", "Writer", "expected", "first_values"]
-
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
 PROGRAM = """

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.data import criteo_keys
-from tests.cache.reference_policies import TinyLFU
+from tests.cache.reference import TinyLFU
 from tests.cache.support import admitted, fill, keys_from, order_of, take, visit
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally

@@ -29,8 +29,6 @@ from tierstore.system import killpoints
 from .cutter import KINDS, Cutter
 from .training_run import watch_names
 
-__all__ = ["live"]
-
 _FULL: Final = 300, 8
 _WIDE: Final = 900, 256
 TIERS: Final[dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 import tierstore
 
-__all__ = ["KINDS", "Cutter"]
-
 KINDS: Final = ("signal", "memory", "disk")
 _PACKAGE: Final = str(Path(tierstore.__file__).parent)
 _CALLS: Final = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")

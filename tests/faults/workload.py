@@ -17,8 +17,6 @@ from tierstore import optim
 from tierstore.errors import PartlyTrainedError
 from tierstore.layout import KEY_ROW_BITS
 
-__all__ = ["DDR", "Snapshot", "Trained", "Workload", "differences", "first_tables"]
-
 DDR = "476KiB"
 """Holds a fifth of the rows: the others are written back while training."""
 SLACK = 1.05  # so that most transactions clean

@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tests import children
-from tests.packed import random_trace
+from tests.recordings import random_trace
 from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
 from tierstore.exchange.rows import read_rows

@@ -12,14 +12,34 @@ import torch
 
 import tierstore
 from tests.pool.support import CACHED, CAPACITY, OVERFLOW, keys, make_hot, make_pool, read, write
-from tests.tiers import TroubledTier
 from tierstore.cache.full import FullCache
 from tierstore.errors import BudgetError, ClosedError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import group
-from tierstore.io.base import MemoryColdTier
+from tierstore.io.base import ColdTier, MemoryColdTier
 from tierstore.pool import leases
 from tierstore.pool.pool import Pool
+
+
+class TroubledTier:
+    """Passes everything on, after whatever ``before_read`` or ``before_write`` does: sleep, wait, raise."""
+
+    def __init__(self, tier: ColdTier) -> None:
+        self._tier = tier
+        self.before_read: Callable[[], None] = lambda: None
+        self.before_write: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def read(self, *arguments: Any) -> None:
+        self.before_read()
+        self._tier.read(*arguments)
+
+    def write(self, *arguments: Any, epoch: int) -> None:
+        self.before_write()
+        self._tier.write(*arguments, epoch=epoch)
+
 
 LAST = 100 + CAPACITY - 1
 

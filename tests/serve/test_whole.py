@@ -28,8 +28,7 @@ from tests.serve.clients import Client
 from tests.serve.fronts import refused
 from tests.serve.fronts import tensor as front_tensor
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import save
-from tests.serve.models.stores import tensor
+from tests.serve.models.stores import save, tensor
 from tests.serve.replicas import publishing
 from tests.serve.test_engine import ids_of
 from tests.serve.whole import ADMIN, ADMIN_TOKEN, make_certificate, serving

@@ -17,8 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tierstore
-from tests.serve.models.programs import OfDict, save, save_two_tables
-from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, require_refused, tensor
+from tests.serve.models.stores import (
+    DIMS,
+    POOLINGS,
+    ROWS,
+    Counted,
+    OfDict,
+    asked,
+    make_store,
+    require_refused,
+    save,
+    save_two_tables,
+    tensor,
+)
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import InferTensor, objects
 from tierstore.serve.models import Models, load_program

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import tierstore
 from tests.serve.clients import Client
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import save_two_tables
-from tests.serve.models.stores import Counted, asked, make_store, require_refused, tensor
+from tests.serve.models.stores import Counted, asked, make_store, require_refused, save_two_tables, tensor
 from tests.serve.whole import FREE_PORTS, serving
 from tests.train.readers.rows import matrix
 from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
