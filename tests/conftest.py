@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,9 +23,6 @@ from tests.following import DIM, ROWS, Writer
 from tests.gate import Gate
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system import killpoints
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
     "quick",
@@ -95,15 +92,6 @@ def pytest_unconfigure() -> None:
 def criteo_path() -> Path:
     """The 80,000 real rows of Criteo that the project's figures are about; they are not part of the project."""
     return find_criteo() or pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    """Of one module: while it is there, its loop stands in the way of tests that run one of their own."""
-    from tests.chromium import chromium
-
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

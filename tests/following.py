@@ -90,8 +90,6 @@ class Child:
 
 
 class Writer(Child):
-    """It opens stores for writing, and answers with the version."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(PROGRAM, "w", **options)
 
@@ -100,8 +98,6 @@ class Writer(Child):
 
 
 class Reader(Child):
-    """It opens a store for reading."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(PROGRAM, "r", **options)
 

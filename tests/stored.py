@@ -18,8 +18,6 @@ Int64s = NDArray[np.int64]
 
 
 class StoredKeys(NamedTuple):
-    """Of one store."""
-
     segments: Stored
     keys: list[Int64s]  # int64 [rows], segment by segment in ascending order of their numbers
     layouts: list[RowLayout]
@@ -30,7 +28,6 @@ class StoredKeys(NamedTuple):
         return np.concatenate([np.empty(0, np.int64), *own])
 
     def partial(self) -> list[RowLayout]:
-        """The layouts of segments that are not full."""
         return [each for keys, each in zip(self.keys, self.layouts, strict=True) if len(keys) < each.rows_per_segment]
 
 

@@ -114,7 +114,6 @@ def first_block(page: Path) -> tuple[str, str]:
 
 
 def commands(text: str) -> list[str]:
-    """The indented commands of ours."""
     return re.findall(r"^    (tierstore .*)$", text, re.MULTILINE)
 
 
@@ -289,7 +288,6 @@ _WIDEST = (layout.MAX_PAGES_PER_BLOCK * _PAGE // 8 - layout.BLOCK_HEADER_WORDS -
 
 
 def _power(value: int, less: int = 0) -> str:
-    """``value`` as a power of two, less a little."""
     assert (value + less) & (value + less - 1) == 0
     return f"2^{(value + less).bit_length() - 1}" + (f" - {less}" if less else "")
 

@@ -225,7 +225,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.show_version()
 
     def show(self, version: int) -> dict[str, Model]:
-        """The tables as they are, with the rows of a version."""
         return {name: model.shown(self.saved[version].get(model.born)) for name, model in self.live.items()}
 
     def show_version(self) -> None:

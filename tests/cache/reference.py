@@ -24,7 +24,6 @@ class Pinnable(UserDict[int, int]):
         self.pins: dict[int, int] = {}
 
     def eviction_order(self) -> Iterator[int]:
-        """Keys, next victim first."""
         raise NotImplementedError
 
     def __setitem__(self, key: int, slot: int) -> None:
@@ -50,8 +49,6 @@ class Pinnable(UserDict[int, int]):
 
 
 class LRU(Pinnable):
-    """Least recently used first."""
-
     def eviction_order(self) -> Iterator[int]:
         return iter(self.data)
 
@@ -211,7 +208,6 @@ class TinyLFU(Pinnable):
             self._move(oldest, max(0, self._levels[oldest] - NEWCOMER), last=False)
 
     def settle(self, keys: list[int]) -> None:
-        """These keys were accessed by one call."""
         risen, self._clock = divmod(self._clock + len(keys) * self._rate, TICKS_PER_LEVEL * self.maxsize)
         self._base += risen
         if self._base + HIGHEST >= LEVELS:

@@ -77,7 +77,6 @@ class TwinMachine(RuleBasedStateMachine):
         assert self.in_slots(fast.slots) == [*slow.numbers]
 
     def take(self, slots: Int32s) -> tuple[Pinned, list[int]]:
-        """The dirty ones of these, written back."""
         fast, keys = take(self.fast, slots), self.slow.take(self.in_slots(slots))
         assert self.in_slots(fast.slots) == keys
         return fast, keys

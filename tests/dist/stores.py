@@ -44,8 +44,6 @@ def batch(seed: int, rank: int, names: Sequence[str]) -> tierstore.KeyedJaggedTe
 
 
 class Job:
-    """A store with a module."""
-
     def __init__(self, store: ShardedStore) -> None:
         self.store = store
         for config in CONFIGS.values():

@@ -47,7 +47,6 @@ class Call(NamedTuple):
 
 
 def schedule(seed: int) -> list[Call]:
-    """What all ranks are to call."""
     draw = random.Random(seed)
     names: list[tuple[str, str]] = []
     for _ in range(8):
@@ -102,7 +101,6 @@ class Rank:
         self.committed: list[int] = []
 
     def work(self, calls: Sequence[Call]) -> str:
-        """The error, if there is one."""
         end = "the end of its process"
         try:
             for call in calls:

@@ -126,7 +126,6 @@ def batch(case: Case, rank: int, number: int) -> KeyedJaggedTensor:
 
 
 def joined(case: Case, jagged: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Of each feature the samples of one batch after another's."""
     lists = [each[name] for name in case.features for each in jagged]
     weights = torch.cat([each.weights() for each in lists]) if case.is_weighted else None
     ids, lengths = (torch.cat(own) for own in zip(*((each.values(), each.lengths()) for each in lists), strict=True))
@@ -165,7 +164,6 @@ class Trained(NamedTuple):
 
 
 def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
-    """Of each table, looked up one by one."""
     ids, ones = torch.arange(ROWS).repeat(len(case.features)), torch.ones(len(case.features) * ROWS, dtype=torch.int64)
     with torch.no_grad():
         found = look_up(case, modules, KeyedJaggedTensor(case.features, ids, lengths=ones))

@@ -113,7 +113,6 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
 
 
 def drawn_sharding(draw: random.Random, size: int) -> Sharding:
-    """Over some of so many ranks."""
     kind = draw.choice(get_args(ShardingType))
     ranks = draw.sample(range(size), draw.randint(1, size))
     if kind == "data_parallel":

@@ -77,7 +77,6 @@ def config_of(name: str) -> tierstore.TableConfig:
 
 
 def by_hand(store: Any, model: Words) -> nn.Module:
-    """Words over two tables of a sharded store."""
     for name in ("item", "other"):
         store.create_table(config_of(name))
     model.bag = ShardedTieredEmbeddingBag(store, "item")  # type: ignore[assignment]
@@ -309,7 +308,6 @@ def test_collections_of_torchrec_are_sharded_with_their_optimizers(tmp_path: Pat
 
 
 def planned() -> dict[str, Sharding]:
-    """The plan found for a table that is looked up, another one and one with dynamic ids."""
     costs = costs_of(2, other={"data_parallel": {"rows": 9.0}}, optimizer="rowwise_adagrad")
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
         plain.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
@@ -331,7 +329,6 @@ def test_plans_are_found_by_one_rank_for_all(tmp_path: Path) -> None:
 
 
 def refusals() -> list[str]:
-    """What is said of models that cannot be sharded."""
     told: list[str] = []
 
     def refuse(model: nn.Module, **options: Any) -> None:

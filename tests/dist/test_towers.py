@@ -90,7 +90,6 @@ class Whole(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: tuple[tierstore.KeyedJaggedTensor, Tensor]) -> Tensor:
-    """The mean over a rank's samples."""
     jagged, targets = batch
     return (model(jagged) - targets).square().sum() / max(len(targets), 1)
 

@@ -45,7 +45,6 @@ def config(folder: Path, store: str, **changes: object) -> RunConfig:
 
 
 def before_step(number: int, rank: int, act: Callable[[], object]) -> None:
-    """Have a rank do something before one of its steps."""
     trainer.warm_up = lambda _: None
     steps, real = iter(range(1, 1_000_000)), trainer.train_step
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tests.stored import segments_of
 
 import tierstore
 from tests.children import run
+from tests.stored import segments_of
 from tierstore import errors
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.tensor_files import ExportedTable, metadata_of

@@ -96,7 +96,6 @@ class _Life:
     # Calls, each with the rows as it leaves them
 
     def _note_version(self) -> None:
-        """The version that comes next has the rows as they are."""
         self._versions[self.store._catalog.epoch] = self._now
 
     def _commit(self) -> None:
@@ -121,7 +120,6 @@ class _Life:
         return lambda: self.store.create_table(config), self._now | {config.name: {}}
 
     def _change(self) -> tuple[Callable[[], Any], Rows]:
-        """Another name, more rows, or another feature."""
         name = self.random.choice(list(self._now))
         config, what = self.store[name].config, self.random.randrange(3)
         if what == 0:
@@ -186,7 +184,6 @@ class _Life:
     # Cutting them short
 
     def cut_one(self) -> None:
-        """Make a call, cut it short, and look at all rows."""
         kind = self.random.choice(self._kinds)
         if kind in ("create", "drop"):
             kind = "create" if len(self._now) < 3 else "drop"
@@ -223,7 +220,6 @@ class _Life:
             self._go_on(call if is_made_again else None, said, after)
 
     def _go_on(self, call: Callable[[], Any] | None, said: str, after: Rows) -> None:
-        """The call, and a commit, work after the error."""
         if call is not None:
             self._commit()
             call()  # of no effect if the table was made or changed
@@ -272,7 +268,6 @@ class _Life:
     # Looking
 
     def _of(self, version: int) -> Rows:
-        """What a version shows of the tables that there are."""
         return {name: self._versions[version].get(name, {}) for name in self._now}
 
     def _shown(self, store: tierstore.Store) -> Rows:

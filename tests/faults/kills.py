@@ -59,7 +59,6 @@ FIRST_USE.is_alone = True
 
 
 def forked(body: Callable[[Report], None], kill_after: float | None = None) -> tuple[list[dict[str, Any]], bool]:
-    """What it reported, and whether it was killed."""
     settle(60)
     own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
@@ -142,7 +141,6 @@ class Chain:
         return is_killed
 
     def _inspect(self) -> int:
-        """Check what the process left; the position of its last version."""
         may_lack = not self._was_opened
         (*_, shown), _ = forked(
             lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack)
@@ -181,7 +179,6 @@ def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: 
 
 
 def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> list[tuple[int, int]]:
-    """Position and number of each version."""
     with tierstore.open(directory, mode="r", ddr=_DDR, threads=1) as store:
         numbers = store.versions
     shown = []
@@ -197,7 +194,6 @@ def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> list[tu
 
 
 def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
-    """Kills spread over the whole run."""
     while True:
         yield Doom(generator.uniform(0, course.seconds), reboot=generator.random() < _REBOOT_SHARE)
 

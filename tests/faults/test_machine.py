@@ -240,7 +240,6 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
-        """After PartlyTrainedError."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:

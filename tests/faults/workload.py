@@ -144,7 +144,6 @@ class Workload:
         return begun
 
     def settle(self) -> None:
-        """Wait for the commit that is pending."""
         pending, self.pending = self.pending, None
         if pending is not None:
             begun, number = pending[0], pending[1].result()

@@ -105,7 +105,6 @@ class Shop:
 
 
 def in_parquet(folder: str) -> State:
-    """What a reader makes of the folders that it sees."""
     found: State = {}
     for each in sorted(path for path in Path(folder).iterdir() if not path.name.startswith(".")):
         manifest = json.loads((each / "manifest.json").read_text())

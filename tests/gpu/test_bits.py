@@ -36,10 +36,8 @@ from .support import (
     ROWS,
     TINY,
     WHOLE,
-    Delays,
     assert_same,
     make_batches,
-    make_late,
     make_tables,
     read_all,
     train,
@@ -73,21 +71,6 @@ def test_every_size_policy_and_depth(tmp_path: Path, optimizer: optim.Optimizer,
     config["dtype"] = "float16" if pooling == "sum" else "bfloat16"
     expected = train(tmp_path / "half", batches, config=config)
     assert_same(train(tmp_path / "half there", batches, device="cuda", config=config, hbm=TINY, depth=2), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("hbm", "depth"), [(TINY, 0), (TINY, 3), (WHOLE, 2)])
-def test_whatever_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str, depth: int) -> None:
-    """On the CPU, ``tests/hbm/tracing.py`` finds what is not waited for."""
-    batches = make_batches(STEPS)
-    expected = train(tmp_path / "plain", batches)
-    for seed in range(4):
-        delays = Delays(longest_us=2000, seed=seed)
-        with monkeypatch.context() as patch:
-            make_late(patch, delays)
-            ended = train(tmp_path / f"{seed}", batches, device="cuda", hbm=hbm, depth=depth)
-        assert delays.inserted > STEPS
-        assert_same(ended, expected, seed)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,8 +26,6 @@ WAITING: Final = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What the calling thread did, by name."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[str] = []
@@ -95,7 +93,6 @@ class CountingMark:
 
 @contextlib.contextmanager
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
-    """Count what this thread does within."""
     count = Count()
     with monkeypatch.context() as patch:
         for name, function in inspect.getmembers(twin, inspect.isfunction):

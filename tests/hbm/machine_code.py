@@ -177,7 +177,6 @@ def _compiled(launch: Launch) -> Any:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """What one of the programs that come with Triton prints."""
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

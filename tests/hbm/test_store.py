@@ -357,7 +357,6 @@ def make(directory: Path, shapes: list[dict[str, Any]], **arguments: Any) -> tie
 
 
 def use(store: tierstore.Store) -> list[DeviceRows]:
-    """The tiers on the device, after every table was read."""
     for table in store.tables.values():
         table.read(torch.arange(20))
     return [tier for tier in {table.pool.tier for table in store.tables.values()} if isinstance(tier, DeviceRows)]

@@ -38,7 +38,6 @@ def config(name: str = "item", rows: int = 1000, **options: Any) -> tierstore.Ta
 
 @pytest.fixture(params=["ddr", "few in hbm", "all in hbm"])
 def tiers(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Arguments of ``tierstore.open``."""
     with few_slots(3) if request.param == "few in hbm" else contextlib.nullcontext():
         yield {"ddr": "2MiB"} | ({} if request.param == "ddr" else {"hbm": "1MiB", "device": "cpu"})
 

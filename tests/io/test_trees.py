@@ -96,7 +96,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tree(path: Path) -> Iterator[Any]:
-    """LMDB's view of it, and ours."""
     with ExitStack() as stack:
         environment = stack.enter_context(closing(open_environment(path, 1 << 28)))
         file_map = stack.enter_context(closing(FileMap(path, 1 << 28)))
@@ -156,8 +155,6 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
 
 
 class Image:
-    """The file in memory, and the places of what it is made of."""
-
     def __init__(self, path: Path) -> None:
         self.words: NDArray[np.uint64] = np.fromfile(path, np.uint64)
         self.bytes = self.words.view(np.uint8)

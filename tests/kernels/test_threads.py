@@ -110,7 +110,6 @@ RANGES = [(0, 3), (3, 7), (7, 10), (10, 11)]
 
 
 def in_thread(call: Callable[[], None]) -> None:
-    """Run it in another thread; an error there is one here."""
     with ThreadPoolExecutor(1) as threads:
         threads.submit(call).result()
 

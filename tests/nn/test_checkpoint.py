@@ -176,7 +176,6 @@ class Kept:
 
 
 def listed(state: Any) -> Any:
-    """A copy that compares."""
     if isinstance(state, dict):
         return {key: listed(each) for key, each in state.items()}
     if isinstance(state, list | tuple):

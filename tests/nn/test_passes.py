@@ -92,8 +92,6 @@ def test_checkpoints_train_as_without(store_dir, way, rule):
 
 
 class Do(torch.autograd.Function):
-    """The same values; backward calls something."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
         ctx.action = action
@@ -301,7 +299,6 @@ class DenseTable:
         }
 
     def apply(self, gradient: Tensor, ids: Tensor) -> None:
-        """One optimizer step on the rows of ``ids``."""
         self.step_count += 1
         touched = ids.unique()
         if isinstance(self.optimizer, optim.RowWiseAdagrad) and not isinstance(self.optimizer, optim.Adagrad):
@@ -382,7 +379,6 @@ class Call:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
-    """Each table's pooling, and the calls of each pass."""
     poolings = [draw(st.sampled_from(["sum", "sum", "mean", "max"])) for _ in range(3)]
     passes: list[list[Call]] = []
     for _ in range(draw(st.integers(1, 2))):

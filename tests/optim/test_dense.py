@@ -89,7 +89,6 @@ class Job:
 
     @torch.no_grad()
     def weights(self) -> list[Tensor]:
-        """Rows and dense ones."""
         return [self.model[0](torch.arange(ROWS)[:, None]), *(each.detach() for each in self.dense.parameters())]
 
 
@@ -258,7 +257,6 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def symmetric(values: Any) -> Tensor:
-    """With these eigenvalues, and random vectors."""
     axes = torch.linalg.qr(randn(len(values), len(values), seed=3)).Q
     return axes @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ axes.T
 

@@ -65,7 +65,6 @@ def _open(**where: Any) -> tierstore.Store:
 
 
 def _everything(store: tierstore.Store) -> list[torch.Tensor]:
-    """What lookups and a training step find."""
     generator, table = np.random.default_rng(0), store["looked up"]
     lengths = generator.integers(0, 4, BAGS)
     lengths[40] = kernels.SCRATCH_SLOTS + 30  # a bag of several blocks

@@ -154,7 +154,6 @@ def tensor(protocol: str, name: str, datatype: str, data: np.ndarray, *, binary:
 
 
 def ask(served: Fronted, client: Any, model: str = "double", rows: int = 1, **options: Any) -> Any:
-    """The result for so many rows of x."""
     x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
     return client.infer(model, [tensor(served.protocol, "x", "FP32", x)], **options)
 
@@ -169,8 +168,6 @@ def refused(status: Status, says: str = "") -> Iterator[Any]:
 
 
 class Answer(NamedTuple):
-    """One response of HTTP as it came over the wire."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes

@@ -59,7 +59,6 @@ def writer(writer_process: Writer, store_dir: Path) -> Iterator[Writer]:
 
 
 def number(writer: Writer, version: int, *tables: str) -> None:
-    """Write the version's number into every row and commit it."""
     for table in tables or ("t",):
         writer("write", table, list(range(ROWS)), version)
     assert writer("commit", version) == version
@@ -109,7 +108,6 @@ def ids_of(ids: Any) -> list[Any]:
 
 
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
-    """Rows of "t" as JSON."""
     inputs = [{"name": "ids", "datatype": "INT64", "shape": [len(ids)], "data": ids}]
     return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
 

@@ -58,7 +58,6 @@ def as_dict(answer: Any) -> Any:
 
 
 def begin(served: Fronted, rows: int) -> "Future[Any]":
-    """Ask the model "slow" in another thread."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -73,7 +72,6 @@ def begin(served: Fronted, rows: int) -> "Future[Any]":
 
 
 def begun(served: Fronted, count: int, rows: int = 1) -> list["Future[Any]"]:
-    """So many requests that the engine holds."""
     answers = [begin(served, rows) for _ in range(count)]
     served.wait_until(lambda: len(served.engine.seen) == count, "the requests to arrive")
     return answers

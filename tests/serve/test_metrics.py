@@ -30,8 +30,6 @@ class Clock:
 
 
 class FakeSource:
-    """Says what its ``state`` is."""
-
     def __init__(self) -> None:
         ddr = {"lookups": 50_000, "unique": 20_000, "hits": 15_000, "misses": 5_000, "evictions": 1_234}
         ssd = {"lookups": 5_000, "unique": 5_000, "hits": 4_000, "misses": 1_000, "bytes": 40_960, "bytes_read": 777}
@@ -69,7 +67,6 @@ def value(found: Series, name: str, **labels: str) -> float:
 
 
 def require_histogram(found: Series, name: str, values: list[float], **labels: str) -> None:
-    """The count of each bucket and the sum are those of ``values``."""
     assert value(found, f"{name}_count", **labels) == len(values)
     assert value(found, f"{name}_sum", **labels) == pytest.approx(math.fsum(values))
     wanted = {("worker", "0"), *labels.items()}

@@ -75,7 +75,6 @@ def go_on(config: RunConfig, back_to: int = 0) -> tuple[str, Any]:
 
 @pytest.fixture(scope="module")
 def question(run: RunConfig) -> dict[str, Any]:
-    """The first rows of the test data, as they are in the file."""
     raw = next(iter(open_data(run)[0].read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
     lengths = np.diff(raw.categories.offsets).astype(np.int32)
     dense = np.nan_to_num(raw.dense, nan=0.0)
@@ -83,7 +82,6 @@ def question(run: RunConfig) -> dict[str, Any]:
 
 
 def ranked(client: Client, question: dict[str, Any]) -> tuple[str, bytes]:
-    """The version of the answer, and its bits."""
     answer = client.infer("ranking", question)
     return answer.version, answer.outputs["probabilities"].tobytes()
 
@@ -314,7 +312,6 @@ WATCHED = 230  # rows: more than one request, and no whole number of them
 
 
 def commit_and_evaluate(run: RunConfig, factor: float) -> tuple[int, float]:
-    """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
     reader, hasher = open_data(run)
     (batch,) = reader.batches(hasher, batch_size=WATCHED, stop_row=WATCHED)
 

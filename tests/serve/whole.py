@@ -25,7 +25,6 @@ ADMIN = {"X-Tierstore-Admin": "1", "Authorization": f"Bearer {ADMIN_TOKEN}"}
 
 
 def admin_token_file() -> str:
-    """A file with the token of ``ADMIN``."""
     path = Path(tempfile.gettempdir()) / f"tierstore-admin-token-{os.getpid()}"
     if not path.exists():
         path.write_text(ADMIN_TOKEN)
@@ -51,8 +50,6 @@ def summed(admin: str, name: str, **labels: str) -> float:
 
 
 class InThread(LoopThread):
-    """A server whose event loop is a thread's."""
-
     def __init__(self, config: ServeConfig) -> None:
         super().__init__()
         self.config = config
@@ -147,7 +144,6 @@ class Command:
         self.line = ""
 
     def wait_ready(self) -> None:
-        """Read where it listens."""
         has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
         assert has_line, f"not ready: {self.log.read_text()}"
         self.line = self.process.stdout.readline().decode()
@@ -156,7 +152,6 @@ class Command:
         self.url, self.grpc, self.admin = found.groups()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send the signal; the exit status."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -165,11 +160,10 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]:
+def command(log: Path, *arguments: str) -> Iterator[Command]:
     made = Command(log, *arguments)
     try:
-        if ready:
-            made.wait_ready()
+        made.wait_ready()
         yield made
     finally:
         with made.process:  # closes its pipe, however it ended

@@ -36,7 +36,6 @@ def new_reader(stack: ExitStack, folder: Path, **options: Any) -> Reader:
 
 
 def write(writer: Writer, value: int) -> None:
-    """Version ``value``, whose rows all have that value."""
     if value == 1:
         writer("create", "big", len(BIG), 32)
     writer("write", "big", BIG, value)

@@ -197,7 +197,6 @@ def _backward(scene: Scene, act: Act) -> None:
 
 
 def _once(act: Act) -> Act:
-    """``act``, which does something the first time that it is called."""
     left = [act]
 
     def once() -> None:

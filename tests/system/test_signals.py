@@ -20,7 +20,6 @@ NUMBERS = (signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signa
 
 @pytest.fixture
 def ran() -> Iterator[list[int]]:
-    """The signals whose handlers ran."""
     ran: list[int] = []
 
     def handle(number: int, _frame: object) -> None:

@@ -41,7 +41,6 @@ def change(folder: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = (
 
 
 def make(source: Path, since: int = 0, **settings: Any) -> Update:
-    """An update in a folder beside the store."""
     folder = source.with_name(f"{source.name} updates")
     folder.mkdir(exist_ok=True)
     return write_update(source, folder / str(len(list(folder.iterdir()))), since=since, **settings)
@@ -54,7 +53,6 @@ def source_of(directory: Path) -> Head:
 
 
 def contents(directory: Path) -> dict[str, Tensor]:
-    """Every row of every table, as bits."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return {name: table.read(torch.arange(ROWS)).view(torch.uint8) for name, table in store.tables.items()}
 

@@ -65,7 +65,6 @@ def updates(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 @pytest.fixture(scope="module")
 def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A replica of version 1, to be copied."""
     folder = tmp_path_factory.mktemp("first")
     shutil.copytree(source, folder / "source")
     with tierstore.open(folder / "source", **SMALL) as store:
@@ -143,7 +142,6 @@ def with_ids(ids: list[int]) -> Any:
 
 
 def twice(own: Any, parts: list[bytes]) -> None:
-    """The same rows in two chunks."""
     own["chunks"].insert(1, own["chunks"][1])
     parts.insert(1, parts[1])
 
@@ -186,7 +184,6 @@ def test_hostile_files_change_nothing(replica, updates, tmp_path, source):
 
 
 def named(file: Path) -> Path:
-    """As a replica has it: by its digest."""
     return Path(shutil.copyfile(file, file.with_name(xxhash.xxh64_hexdigest(file.read_bytes()))))
 
 
@@ -247,7 +244,6 @@ APPLY = """
 
 
 def inflating(folder: Path) -> Path:
-    """An update of many equal rows, and of as many zeros."""
     with tierstore.open(folder / "source", ddr="256MiB") as store:
         table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=MANY_ROWS, embedding_dim=16))
         for ids in torch.arange(MANY_ROWS).split(1 << 18):
@@ -308,7 +304,6 @@ def test_several_files_are_applied_as_the_last_ones_version(source, replica, upd
 
 
 def sent_rows(update: Update) -> dict[str, set[int]]:
-    """The rows in an update, each of them once."""
     found: dict[str, set[int]] = {}
     with UpdateFile(update.path) as file:
         for index, config in enumerate(file.header.tables):

@@ -61,8 +61,6 @@ def test_the_most_urgent_rows_are_those_of_another_ranking(tmp_path, share, is_k
 
 
 class Told:
-    """A source of two versions, a replica of the first, and updates from there."""
-
     def __init__(self, folder: Path) -> None:
         self.source, self.replica, self.folder = folder / "source", folder / "replica", folder
         change(self.source, 1, keep=4)

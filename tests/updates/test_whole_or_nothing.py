@@ -48,7 +48,6 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
 
 @pytest.fixture(scope="module")
 def first(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A replica of version 1, to be copied."""
     apply_update(directory := tmp_path_factory.mktemp("first") / "replica", forked.first.path)
     return directory
 
@@ -59,7 +58,6 @@ def replica(first: Path, tmp_path: Path) -> Path:
 
 
 def tables_of(directory: Path) -> list[str]:
-    """What a reader sees."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return list(store.tables)
 

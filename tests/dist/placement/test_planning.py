@@ -31,7 +31,6 @@ FIRST, SECOND, BOTH = (0,), (1,), (0, 1)
 
 
 def seconds(a: Sharding, b: Sharding, **changes: Any) -> float:
-    """Of a step of both tables over two ranks."""
     return predict(TABLES, Plan(2, {"a": a, "b": b}), DEMAND, costs_of(2, **changes)).seconds
 
 
@@ -133,7 +132,6 @@ RANKS = 2
 
 
 def shardings(dim: int) -> Iterator[Sharding]:
-    """All there are over two ranks."""
     yield Sharding("data_parallel", (0, 1))
     for exchange in ("rows", "pooled"):
         yield from (Sharding("table_wise", (rank,), exchange) for rank in range(RANKS))  # type: ignore[arg-type]

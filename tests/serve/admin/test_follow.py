@@ -36,7 +36,6 @@ from tierstore.updates.listing import Offered
 
 
 def require_same(replica: Shown, source: Path) -> None:
-    """It shows the source's version, and its rows."""
     assert replica.store.extra["tierstore.update"] == source_of(source).origin._asdict()
     replica.close()
     assert same(contents(replica.directory), contents(source))

@@ -266,11 +266,9 @@ class Site:
         return self.canary
 
     def follow(self) -> list[int]:
-        """All follow; the versions, the canary's first."""
         return [each.follow() for each in (self.canary, *self.others)]
 
     def round(self) -> list[int]:
-        """Publish, have the canary judge, and all follow."""
         self.publisher.step()
         self.canary.follow()
         self.now += BOUNDS.seconds + 2

@@ -34,7 +34,6 @@ class SteppedLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def settle(self) -> None:
-        """Run what is ready, and what that makes ready."""
         for _ in range(PASSES):
             self.call_soon(self.stop)
             self.run_forever()
@@ -45,8 +44,6 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
 
 class SteppedExecutor(Executor):
-    """Jobs run where ``run_next`` is called."""
-
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.is_shut_down = False

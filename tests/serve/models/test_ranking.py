@@ -179,8 +179,6 @@ class Rounded(nn.Module):
 
 
 class Quantized(nn.Module):
-    """The arithmetic of int8, by numpy."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.levels, self.scales = quantized(linear.weight.detach().numpy())
@@ -203,7 +201,6 @@ either = pytest.mark.parametrize("dense", REFERENCES)
 
 
 def with_reference(model: nn.Module, dense: str) -> nn.Module:
-    """Its large layers replaced."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child.weight.numel() >= 16_384:

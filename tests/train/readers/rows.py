@@ -77,7 +77,6 @@ def values_of(categories):
 
 
 def bags(categories):
-    """The bags of each row, a list for each column."""
     values = values_of(categories)
     return [
         [values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
