@@ -4,6 +4,7 @@ import enum
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,6 @@ if not torch.cuda.is_available():
 from bench.data import find_criteo
 from tests.children import make_store
 from tests.following import DIM, ROWS, Writer
-from tests.gate import Gate
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system import killpoints
 
@@ -110,6 +110,28 @@ def store(store_dir: Path) -> Path:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+class Gate:
+    """Stops the commit thread at a point until it is let go."""
+
+    def __init__(self) -> None:
+        self.point = ""
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def close(self, point: str) -> None:
+        self.point = point
+        self.reached.clear()
+        self.go_on.clear()
+
+    def hook(self, name: str) -> None:
+        if name == self.point and threading.current_thread().name.startswith("tierstore-commit"):
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+    def open(self) -> None:
+        self.point = ""
+        self.go_on.set()
 
 
 @pytest.fixture

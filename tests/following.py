@@ -65,8 +65,6 @@ OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class Child:
-    """Another process that runs some code, which answers each line with a line."""
-
     def __init__(self, code: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
         self._process = subprocess.Popen(
             [*before, sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

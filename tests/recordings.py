@@ -23,8 +23,6 @@ class Feature(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Bags of some features, each with one a sample."""
-
     samples: int
     features: list[Feature]
 

@@ -23,7 +23,6 @@ class StoredKeys(NamedTuple):
     layouts: list[RowLayout]
 
     def of_layout(self, layout: RowLayout) -> Int64s:
-        """All keys of a layout, in the order in which they lie in the file."""
         own = [keys for keys, each in zip(self.keys, self.layouts, strict=True) if each == layout]
         return np.concatenate([np.empty(0, np.int64), *own])
 
@@ -47,7 +46,6 @@ def segments_of(directory: Path) -> StoredKeys:
 
 
 def segment_offset(directory: Path) -> int:
-    """Where in the file the newest segment begins, in bytes."""
     return int(segments_of(directory).segments["first_page"][-1]) * Manifest.read(directory).page_bytes
 
 

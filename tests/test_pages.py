@@ -51,8 +51,6 @@ _LAST_LINE = 12
 _OF_THE_SHELL = set("|&;<>$`*")  # commands with one of these are for sh, not for ``main``
 _SHORTER = {"sweep.md": ("=64,256 --seeds 2", "=256 --seeds 1")}  # each run is a process of its own
 
-# Figures
-
 
 def test_pages_plots_and_results_belong_together():
     stale = [path.name for path, text in pages().items() if path.read_text() != text]

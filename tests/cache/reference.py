@@ -119,7 +119,6 @@ class HalfLife:
         self._waiting: list[int] = []
 
     def observe(self, keys: list[int], rate: int) -> int:
-        """The rate after these accesses."""
         for key in keys:
             salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
             if salted * self._capacity // HALF < self._rows:
@@ -189,7 +188,6 @@ class TinyLFU(Pinnable):
         self._sketch.leave(key, self._levels.pop(key))
 
     def access(self, key: int) -> bool:
-        """A single access, settled at once; whether it hit."""
         self.begin(1)
         is_hit = key in self
         if is_hit:

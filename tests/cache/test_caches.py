@@ -114,7 +114,6 @@ def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
 @pytest.mark.kernel
 @every_policy
 def test_misuse_by_the_owner_is_refused(policy: str) -> None:
-    """Two admissions that mix, and slots without a row."""
     cache = DdrCache(1, weight_words=2, state_words=1, policy=policy)
     visit(cache, 1)
     cache.mark_dirty(cache.find(keys_from(1)))

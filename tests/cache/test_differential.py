@@ -241,8 +241,6 @@ class TinyLfuTwinMachine(TwinMachine):
 
 
 class FullTwinMachine(TwinMachine):
-    """Each row has a slot, and none is evicted for another."""
-
     evicts = False
     keys = keys_from(*(table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in rows))
 

@@ -255,7 +255,6 @@ def test_values_come_back_as_near_as_their_bits_allow(precision: Any) -> None:
 
 
 def train_in_each() -> dict[str, tuple[Tensor, int]]:
-    """By precision (results of the last step, bytes sent)."""
     found = {}
     for precision in get_args(Precision):
         wire = {"forward_precision": precision, "backward_precision": precision}

@@ -333,8 +333,6 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
 
 
-# Hessian-free steps, whose sums over ranks are in another order
-
 PARTS = [slice(0, 5), slice(5, 16)]
 
 

@@ -45,7 +45,6 @@ def _ids() -> dict[str, Any]:
 
 
 def served(plan_path: Path) -> tuple[list[float], list[int]]:
-    """Rows that each rank looks up in its part in a step, and bytes that it owns."""
     ids = _ids()
     with open_sharded(cold="memory", ddr="16MiB", plan=plan_path) as store:
         for name in SHARDINGS:
@@ -71,7 +70,6 @@ def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
 
 
 def measured_by_command(path: Path, port: int) -> str:
-    """What the command says, as torchrun starts it."""
     as_torchrun_starts(port)
     measure._ROUNDS, measure._STEPS, measure._MOST_IDS = 1, 1, 1000  # type: ignore[misc]
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -86,7 +86,6 @@ def by_hand(store: Any, model: Words) -> nn.Module:
 
 
 def write(store: Any, weights: dict[str, Tensor]) -> None:
-    """What this rank owns of them."""
     for name, weight in weights.items():
         table = store[name]
         if len(table.rows):
@@ -120,7 +119,6 @@ def ids(seed: int) -> tuple[Tensor]:
 
 
 def torchs_modules(folder: Path) -> None:
-    """Modules of torch's: on "meta", with weights, from files, from stores; each to the bits of those by hand."""
     given = words(seed=1)
     weights = {"item": given.bag.weight, "other": given.other["mean"].weight}
     rank = dist.get_rank()
@@ -397,9 +395,6 @@ def _fail(*_: Any) -> None:
 
 def test_a_call_that_failed_is_tried_again_and_one_that_resumes_leaves_tables_where_they_are(tmp_path: Path) -> None:
     run(tried_again, 2, tmp_path, tmp_path)
-
-
-# Tables inside DistributedDataParallel are refused where ranks would diverge
 
 
 def train_wrapped(folder: Path) -> dict[str, str]:

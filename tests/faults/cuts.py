@@ -93,8 +93,6 @@ class _Life:
     def _open(self) -> None:
         self.store = tierstore.open(self._folder, **self._settings)
 
-    # Calls, each with the rows as it leaves them
-
     def _note_version(self) -> None:
         self._versions[self.store._catalog.epoch] = self._now
 
@@ -181,8 +179,6 @@ class _Life:
             return lambda: self.store.rollback(version), self._of(version)
         return self._commit if kind == "commit" else self._commit_later, self._now
 
-    # Cutting them short
-
     def cut_one(self) -> None:
         kind = self.random.choice(self._kinds)
         if kind in ("create", "drop"):
@@ -264,8 +260,6 @@ class _Life:
         if instant > 0.9 * length:
             self._lengths[kind, what, in_main] = length + length // 4 + 1
         return what, self._cutter.place, error
-
-    # Looking
 
     def _of(self, version: int) -> Rows:
         return {name: self._versions[version].get(name, {}) for name in self._now}

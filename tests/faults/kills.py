@@ -107,7 +107,6 @@ class Chain:
         """Of versions that a commit said are durable, by position."""
 
     def run(self, dooms: Iterator[Doom]) -> None:
-        """Kill one process after another until ``dooms`` end or one outlives its own; then go on to the end."""
         for doom in dooms:
             if not self._live(doom):
                 assert doom.point == _NEVER, f"{doom.point} was never reached"
@@ -121,7 +120,6 @@ class Chain:
         shutil.rmtree(self._directory)
 
     def _live(self, doom: Doom) -> bool:
-        """One process; whether it was killed, which is counted."""
         course, settings, boot = self._course, self._settings, self._boot
         reports, is_killed = forked(
             lambda report: live(self._directory, course.commits, report, boot=boot, kill_at=doom.point, **settings),
@@ -228,7 +226,6 @@ def _course(folder: Path, commits: int) -> Course:
 
 
 def main() -> None:
-    """First some chains killed at each point, then at random until there were enough."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20, help="at random instants")

@@ -245,8 +245,6 @@ class Recorder:
         with self._lock:
             return next(self._clock)
 
-    # Calls
-
     def handle(self, name: str, arguments: tuple[int, ...]) -> int:
         operation, path = self._describe(name, arguments)
         if operation is None:

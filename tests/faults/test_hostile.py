@@ -193,9 +193,6 @@ def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
     assert all(line.startswith(f"DataError {tmp_path / 'digits'}, line 1: longer than 1048576") for line in lines[2:])
 
 
-# File systems and permissions
-
-
 def test_a_read_only_file_system_is_read_and_not_written_to(tmp_path: Path) -> None:
     with mounted(tmp_path / "mounted", "-t", "tmpfs", "-o", "size=64m", "tmpfs") as folder:
         make_store(folder / "store")

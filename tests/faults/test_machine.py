@@ -87,7 +87,6 @@ class Device:
 
 
 def in_memory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory, where the system has such a place: syncs are recorded, not waited for."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
@@ -123,7 +122,6 @@ def crash_point(recorder: Recorder, first: Snapshot, generator: np.random.Genera
 
 
 def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], *, goes_on: bool) -> Snapshot:
-    """Open a store, hold it against the versions it may show, and train on; returns what is shown."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
             assert differences(store, _shown(store, versions)) == []

@@ -201,7 +201,6 @@ def other_boot(number: int) -> Iterator[None]:
 
 
 def watch_names(hook: Callable[[str], None]) -> None:
-    """Have the hook called before and after a file of the store gets its name."""
     points = {
         MANIFEST_NAME: ("manifest: written beside", "manifest: replaced"),
         ROW_FILE_NAME: ("rows file: made under another name", "rows file: in place"),

@@ -100,7 +100,6 @@ class Workload:
         return self
 
     def train(self, steps: int = 1, batch: int = 150) -> None:
-        """So many steps; each changes rows of both tables, first in the store, then in the model."""
         for _ in range(steps):
             self.train_rows((self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)).astype(np.int64))
             after = copy.deepcopy(self.tables["written"])

@@ -28,7 +28,6 @@ class Ended(NamedTuple):
 
 
 def make_batches(steps: int, *, device: str = "cpu", scaled: bool = True, seed: int = 0) -> list[Any]:
-    """Skewed ids, some bags empty."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(steps):
@@ -74,7 +73,6 @@ def read_all(store: tierstore.Store) -> Tensor:
 def train(
     directory: Path, batches: list[Any], *, depth: int = 0, config: Any = MappingProxyType({}), **settings: Any
 ) -> Ended:
-    """Train, commit, and find in the store what training ended in."""
     with tierstore.open(directory, **({"ddr": DDR} | settings)) as store:
         make_tables(store, **config)
         outs = train_on(store, batches, depth=depth)

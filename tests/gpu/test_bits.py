@@ -114,7 +114,6 @@ def test_streams_that_change_from_step_to_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_stores_on_one_device(tmp_path: Path, device: str) -> None:
-    """In a thread each, at the same time."""
     batches = [make_batches(STEPS, seed=seed) for seed in range(2)]
     expected = [train(tmp_path / f"plain {seed}", batches[seed]) for seed in range(2)]
 
@@ -127,7 +126,6 @@ def test_two_stores_on_one_device(tmp_path: Path, device: str) -> None:
 
 
 def in_use(store: tierstore.Store) -> dict[str, int]:
-    """Everything that must not grow, once all that was given to the device is done."""
     gc.collect()
     hot: Any = store["table 0"].pool.tier
     if store.device.type == "cuda":

@@ -333,8 +333,6 @@ def test_wrong_rules_and_uses_are_refused():
         assert store["item"] is table
 
 
-# Ids without a row that count, beside torch over a table's rows and those that they would get
-
 SAMPLES, COUNT = 4, 40
 IDS = (torch.arange(COUNT) * 0x1E3779B97F4A7C15).sort().values
 WITH_UNSEEN = DynamicIds(admission=Frequency(2), unseen="init")

@@ -70,7 +70,6 @@ def _loss(store: Store, ids: torch.Tensor) -> torch.Tensor:
 def _train(
     store: Store, batches: list[torch.Tensor], *, has_optimizer: bool, faults: Faults | None = None
 ) -> tuple[int, int]:
-    """Repeat steps, and go back where that is asked for: how often it did either."""
     optimizer = store.optimizer() if has_optimizer else None
     repeated = gone_back = committed = done = 0
 

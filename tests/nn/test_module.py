@@ -335,9 +335,6 @@ def test_a_call_without_gradients_and_offsets_gives_the_bits_of_one_with(mode):
                 assert torch.equal(rows(torch.tensor([3])).detach().view(torch.int32), values.view(torch.int32))
 
 
-# Models under torch.compile: the same bits of rows, a graph before each module and one behind
-
-
 class Compiled(nn.Module):
     def __init__(self, store: tierstore.Store) -> None:
         super().__init__()

@@ -148,9 +148,6 @@ def test_gradients_are_as_they_were_though_others_change_them(store):
     assert torch.equal(table.read(ALL[:20]), before - 1)
 
 
-# What was not asked for is not trained
-
-
 def test_rows_nobody_asked_to_train_stay(bag):
     table = bag.table
     before = table.read(ALL)
@@ -262,8 +259,6 @@ def test_a_prefetched_batch_is_looked_up_as_it_was_read(store, part):
         assert torch.equal(bag(*batch), expected)
     assert not torch.equal(bag(*batch), expected)
 
-
-# Random graphs over a few tables: as torch trains them, and in the same bits at every budget
 
 FEW, WIDTH = 300, 4
 SETTINGS: list[dict[str, Any]] = [

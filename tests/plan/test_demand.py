@@ -122,7 +122,6 @@ def batches_of(trace: Trace, bounds: list[int]) -> list[list[int]]:
 
 
 def test_accesses_go_sample_by_sample_in_batches() -> None:
-    """Of one size, or as a recording has them, of which an entry is a sample or a batch."""
     for samples, starts, bounds in (
         (0, None, [0]),
         (1, None, [0, 1]),

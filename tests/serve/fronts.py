@@ -160,7 +160,6 @@ def ask(served: Fronted, client: Any, model: str = "double", rows: int = 1, **op
 
 @contextmanager
 def refused(status: Status, says: str = "") -> Iterator[Any]:
-    """The block's call fails with that status, and its message has these words."""
     with pytest.raises(InferenceServerException) as raised:
         yield raised
     assert raised.value.status() in (str(status.http), f"StatusCode.{status.grpc}")

@@ -53,7 +53,6 @@ def client(served: Fronted) -> Iterator[Any]:
 
 
 def as_dict(answer: Any) -> Any:
-    """A message of gRPC as REST has it."""
     return answer if isinstance(answer, dict | list) else MessageToDict(answer, preserving_proto_field_name=True)
 
 
@@ -249,7 +248,6 @@ def test_requests_that_are_too_large(protocol):
 
 
 def slow_elements(served: Fronted, count: int) -> Any:
-    """An answer whose numbers are encoded one by one."""
     if served.protocol == "http":
         with served.client(network_timeout=SECONDS) as client:
             x = tensor("http", "x", "FP32", np.arange(count, dtype=np.float32))
@@ -304,8 +302,6 @@ def test_connections_are_bounded(protocol):
         opened.close()
         served.wait_free()
 
-
-# Tokens, TLS, ports.
 
 NO_TOKENS = [None, TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"]
 

@@ -166,9 +166,6 @@ def test_only_the_last_minute_counts(clock: Clock) -> None:
             ]
 
 
-# The admin port through real sockets: what it shows, what it does, and for whom.
-
-
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}
 ANSWERS = {"refresh": 8, "rollback": 6}
@@ -197,8 +194,6 @@ class Port:
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[httpx.Client]:
-    """One server for all, whose ``app`` is exchanged."""
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await client.app(scope, receive, send)  # type: ignore[attr-defined]
 
@@ -244,9 +239,6 @@ def test_errors_are_told(client: httpx.Client, port: Port) -> None:
         # After one that it did not expect the server closes the connection.
         answer = client.post("/admin/rollback", headers={**JSON, "Connection": "close"})
         assert (answer.status_code, answer.json()) == (status, {"error": message})
-
-
-# For whom
 
 
 def test_what_a_form_elsewhere_can_send_does_nothing(client: Any, port: Port, wary: Port) -> None:

@@ -30,7 +30,6 @@ INPUTS = {"ids": IDS, "lengths": LENGTHS, "weights": WEIGHTS}
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two, with the same tables and other rows."""
     folder = tmp_path_factory.mktemp("stores")
     for seed, name in enumerate("ab"):
         change(folder / name, seed)

@@ -305,9 +305,6 @@ def test_a_renewed_certificate_is_shown_on_all_ports(plain, tls, tmp_path, caplo
         Tls(certificate, key)
 
 
-# The watched loss against the trainer's own model on the same rows.
-
-
 WATCHED = 230  # rows: more than one request, and no whole number of them
 
 

@@ -33,7 +33,6 @@ def admin_token_file() -> str:
 
 
 def make_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
-    """One that its own key has signed, without a pass phrase unless options say so."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
     command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -120,7 +119,6 @@ SMALL: dict[str, Any] = {
 
 @contextlib.contextmanager
 def serving(store: Path | str = "", **settings: Any) -> Iterator[InThread]:
-    """A small server of a store, in a thread; its admin port wants ``ADMIN_TOKEN``."""
     given = SMALL | {"store": str(store), "admin_token_file": admin_token_file()} | settings
     server = InThread(ServeConfig(**given))
     try:
@@ -130,8 +128,6 @@ def serving(store: Path | str = "", **settings: Any) -> Iterator[InThread]:
 
 
 class Command:
-    """``tierstore serve`` in a process of its own; its log goes to a file."""
-
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
         with open(log, "ab") as file:

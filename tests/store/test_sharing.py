@@ -91,7 +91,6 @@ def test_processes_of_the_same_number_share_a_store(stack: ExitStack, tmp_path: 
 
 
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
-    """One wins, the other is told; the store is whole."""
     code = """
     go, hold = os.pipe()
     def create():
@@ -112,8 +111,6 @@ def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store.commit() == 1
 
-
-# Forks
 
 FORK = """
 import ctypes

@@ -47,7 +47,6 @@ def make(source: Path, since: int = 0, **settings: Any) -> Update:
 
 
 def source_of(directory: Path) -> Head:
-    """Which version a store would publish."""
     with open_source(directory) as (manifest, tier, _):
         return source_in(manifest, tier)
 

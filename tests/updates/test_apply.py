@@ -49,7 +49,6 @@ from tierstore.updates.update_file import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, Up
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three versions, all kept."""
     directory = tmp_path_factory.mktemp("source") / "store"
     for seed in (1, 2, 3):
         change(directory, seed, keep=3)
@@ -58,7 +57,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def updates(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Update]:
-    """To version 3, by the version that they begin at."""
     folder = tmp_path_factory.mktemp("updates")
     return {since: write_update(source, folder / str(since), since=since) for since in (0, 1, 2)}
 
@@ -121,8 +119,6 @@ def test_a_bit_that_flips_in_a_chunk_is_found(replica, updates, tmp_path):
 
 
 def with_chunks(place: int, table: int, *chunks: tuple[int, bytes]) -> Any:
-    """Others in place of one: rows, and bytes before compression."""
-
     def edit(own: Any, parts: list[bytes]) -> None:
         packed = {raw: zlib.compress(raw) for _, raw in chunks}
         told = [[table, rows, len(raw), xxhash.xxh64_hexdigest(packed[raw])] for rows, raw in chunks]
@@ -255,7 +251,6 @@ def inflating(folder: Path) -> Path:
 
 
 def with_extra_of(num_bytes: int) -> Any:
-    """JSON that takes many times its size once it is read."""
     raw = b'{"tables": {}, "extra": {"x": [%s{}]}}' % (b"{}," * (num_bytes // 3))
     raw = len(raw).to_bytes(8, "little") + raw
     return with_payload(*(raw[start : start + MAX_CHUNK_BYTES] for start in range(0, len(raw), MAX_CHUNK_BYTES)))
@@ -402,7 +397,6 @@ def has(replica: Path) -> Origin | None:
 
 
 def bring(source: Path, replica: Path) -> Applied:
-    """As a publisher does: what the replica lacks."""
     origin = has(replica) if replica.exists() else None
     is_ancestor = source_of(source).has_grown_from(origin)
     update = make(source, origin.version if is_ancestor and origin else 0)

@@ -177,7 +177,6 @@ def publisher_of(source: Path, **settings: Any) -> Publisher:
 
 
 def take(replica: Path, publisher: Publisher, own: Origin | None, *, has_urgent: bool = True) -> Origin:
-    """As a replica does, which has all that is offered."""
     listing = publisher.folder.listing
     wanted = (listing.trial if not has_urgent else None) or listing.target
     files = way([each for each in listing.files if has_urgent or not each.is_urgent], own, wanted)
@@ -413,7 +412,6 @@ def test_what_is_no_list_is_put_aside(text: str, tmp_path: Path) -> None:
 
 
 def drip(listener: socket.socket, head: bytes) -> None:
-    """Answer each request without an end."""
     while True:
         try:
             connection, _ = listener.accept()

@@ -188,8 +188,6 @@ def test_another_store_or_table_is_refused_even_if_it_would_fit(replica, forked,
 
 
 class Writer(Child):
-    """Another process, which writes a replica that this one has open."""
-
     replica: Path
 
     def apply(self, update: Update) -> None:
@@ -213,7 +211,6 @@ def writer(replica: Path, writer_process: Writer) -> Writer:
 
 @pytest.fixture
 def reader(replica: Path) -> Iterator[tierstore.Store]:
-    """As a server's: open all the while."""
     with tierstore.open(replica, mode="r", **SMALL) as store:
         store["item"].read(torch.arange(9))
         yield store

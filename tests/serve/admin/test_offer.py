@@ -143,9 +143,6 @@ def test_a_token_that_is_sent_in_plain_text_is_told_of(caplog):
         assert "secret" not in str(refused.value)
 
 
-# Replicas that meet a full disk, damage, or a slow source: what is kept, and what is tried again.
-
-
 def test_what_has_arrived_outlives_a_full_disk_and_a_restart(source, tmp_path, monkeypatch, stack):
     publisher = stack.enter_context(publishing_changes(source))
     copy, delta = publisher.folder.listing.files
@@ -240,8 +237,6 @@ def test_each_measure_has_its_bound():
 
 
 class Site:
-    """A publisher with a canary, and two replicas, one of which follows the other; time passes where it is told to."""
-
     def __init__(self, source: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.source, self._stack = source, stack
         self.fares: dict[int, Measures | None] = {1: FINE}

@@ -145,8 +145,6 @@ class BatcherMachine(RuleBasedStateMachine):
         self.last_run = -1
         self.faults: list[AssertionError] = []
 
-    # What happens, in the model and in fact.
-
     def end(self, asked: Asked, outcome: str) -> None:
         assert not asked.outcome
         asked.outcome = outcome
@@ -264,8 +262,6 @@ class BatcherMachine(RuleBasedStateMachine):
             assert not any(each.outcome for each in queries), "run again for nobody"
             assert queries[0].number > self.last_run, "the halves in order"
         self.last_run = queries[0].number if len(queries) == 1 else -1
-
-    # Rules.
 
     @rule(queries=st.lists(QUERIES, min_size=1, max_size=8))
     def submit(self, queries: list[tuple[int, int | None, bool, bool, int]]) -> None:

@@ -143,9 +143,6 @@ def test_grpc_has_all_options_that_are_set():
     assert [name for name, _ in _options(Limits(), reuse_port=True) if name.encode() + b"\0" not in library] == []
 
 
-# The bytes of messages: which are refused that REST cannot send, and the wire format against protobuf's own.
-
-
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
 
 
@@ -185,9 +182,6 @@ def test_splitting_reads_what_protobuf_reads(data):
         return
     split.raw_input_contents.extend(bytes(raw) for raw in raws)
     assert split == service_pb2.ModelInferRequest.FromString(data)
-
-
-# Clients that accept no answers, send no requests, or reset calls: each loses that call, and nobody else any.
 
 
 class RawClient:

@@ -268,9 +268,6 @@ def test_offsets_with_the_end_and_without_stand_for_lengths(narrow, name):
     assert len({each.tobytes() for outputs in found for each in outputs.values()}) == 1
 
 
-# A program of torch.export against calling it by hand.
-
-
 FEATURES = ("sums", "peaks")
 Arrays = dict[str, Any]
 
@@ -300,7 +297,6 @@ def query(seed: int, samples: int) -> tuple[dict[str, InferTensor], list[list[li
 
 
 def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor], bags: Any) -> Arrays:
-    """The program as its author calls it."""
     sums, peaks = bags
     ids = torch.tensor([each for bag in sums for each in bag], dtype=torch.int64)
     offsets = torch.tensor(np.cumsum([0, *map(len, sums)]))

@@ -159,9 +159,6 @@ def test_weights_are_required_whole(trained, store):
         ranking.require(tensors | {name: tensors[name].reshape(-1)[:0]})
 
 
-# Linear layers in fewer bits: models compute in just the arithmetic of a reference.
-
-
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instructions the arithmetic is the same, and slow."""

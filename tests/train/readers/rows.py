@@ -85,7 +85,6 @@ def bags(categories):
 
 
 def matrix(categories):
-    """Of columns that have at most one category a row: [n, F], -1 where there is none."""
     return np.array([[(*bag, -1)[0] for bag in row] for row in bags(categories)], np.int64)
 
 
