@@ -12,11 +12,7 @@ from tierstore.cache.base import AdmitStatus, CacheCounters
 
 
 class Pinnable(UserDict[int, int]):
-    """key -> slot; evicts the first key in eviction order that is not in ``pins``.
-
-    Args:
-        maxsize: keys.
-    """
+    """key -> slot; evicts the first key in eviction order that is not in ``pins``."""
 
     def __init__(self, maxsize: int) -> None:
         super().__init__()
@@ -140,12 +136,7 @@ class HalfLife:
 
 
 class TinyLFU(Pinnable):
-    """See tinylfu.py for the rules.
-
-    Args:
-        maxsize: keys.
-        rate: of a small cache, which keeps it.
-    """
+    """See tinylfu.py for the rules. ``rate``: of a small cache, which keeps it."""
 
     def __init__(self, maxsize: int, rate: int = 0) -> None:
         super().__init__(maxsize)

@@ -82,10 +82,8 @@ class Course(NamedTuple):
 
 
 class Doom(NamedTuple):
-    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds.
-
-    ``reboot``: before the next process, the machine seems to have started again.
-    """
+    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds; before
+    the next one the machine seems to have started again if ``reboot``."""
 
     after: float | None = None
     point: tuple[str, int] = _NEVER
@@ -155,12 +153,7 @@ class Chain:
 
 def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: int, may_lack: bool) -> None:
     """Open what a process left for reading, and compare every version; reports the "versions" that are "shown".
-
-    Where the machine has started again, a store can be read only after it was opened for writing: then a copy is.
-
-    Args:
-        may_lack: the process may have died before the store was whole.
-    """
+    Where the machine has started again, a store can be read only after it was opened for writing: then a copy is."""
     copy, shown = directory.with_name(f"{directory.name} copy"), list[tuple[int, int]]()
     with other_boot(boot):
         try:

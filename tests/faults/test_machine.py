@@ -58,9 +58,7 @@ TOTAL: collections.Counter[str] = collections.Counter()  # what the machines met
 @dataclass
 class Device:
     """Fails the call of that number among those that can, or every one from there on, until it is freed.
-
-    A write cut short is followed by one that finds no room, as on a device that fills up.
-    """
+    A write cut short is followed by one that finds no room, as on a device that fills up."""
 
     fault: str | None = None
     number: int = 0

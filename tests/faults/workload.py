@@ -73,13 +73,8 @@ def first_tables() -> Tables:
 
 @dataclass
 class Workload:
-    """Changes a store and the model alike.
-
-    Args:
-        tables: the model, as the store's version has it; it is changed.
-        mark: told of each promise: ("begun" or "returned", a snapshot), ("table", its name).
-        keep: versions to keep.
-    """
+    """Changes a store and the model, ``tables``, alike; ``mark`` is told of each promise: ("begun" or "returned", a
+    snapshot), ("table", its name)."""
 
     tables: Tables
     generator: np.random.Generator

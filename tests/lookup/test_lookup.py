@@ -30,11 +30,7 @@ ERRORS = (errors.DiskFullError, errors.DamagedError, errors.BudgetError, MemoryE
 
 
 class Faults:
-    """Fails a read or write of the cold tier now and then.
-
-    Attributes:
-        left: calls until the next one fails.
-    """
+    """Fails a read or write of the cold tier, after ``left`` more calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self.random, self.left = random.Random(seed), -1

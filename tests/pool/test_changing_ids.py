@@ -20,11 +20,7 @@ NOT_A_ROW = 10 * ROWS
 
 
 class Changing(np.ndarray[Any, Any]):
-    """An array whose elements are others from their second reading on.
-
-    Attributes:
-        later: what they are then.
-    """
+    """An array whose elements are ``later`` from their second reading on."""
 
     later: int
     read: set[int]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.children import run
-from tests.faults.cutter import Cutter
+from tests.faults.cuts import Cutter
 from tierstore.system import signals
 from tierstore.system.signals import Flag, shielded
 

@@ -186,11 +186,7 @@ def test_splitting_reads_what_protobuf_reads(data):
 
 class RawClient:
     """A gRPC client over HTTP/2 alone: it can ask and not accept the answer, or begin to ask and not end.
-
-    Args:
-        port: of a server on this machine.
-        window_bytes: that the server may send of each call's answer, and never more.
-    """
+    ``window_bytes``: that the server may send of each call's answer, and never more."""
 
     def __init__(self, port: int, *, window_bytes: int = 1024) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), SECONDS)
