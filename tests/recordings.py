@@ -67,8 +67,8 @@ def entries_of(trace: Trace) -> list[Entry]:
 
 
 def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> None:
-    """That the trace holds just what the log says, at its sampling rate. Below a rate of 1 a batch is one entry, and one
-    without a sampled row counts to the next that has some; lookups of all rows and all batches are counted."""
+    """That the trace holds just what the log says, at its sampling rate. Below a rate of 1 a batch is one entry, and it
+    counts to the next that has a sampled row if it has none; lookups of all rows and all batches are counted."""
     assert list(trace.tables) == list(indexes)
     sizes = [batch.samples for batch in log]
     if trace.sampling_rate == 1:
