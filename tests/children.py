@@ -84,12 +84,7 @@ def _environment() -> dict[str, str]:
 def start(
     code: str, *arguments: object, changes: dict[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[str]":
-    """A Python process that runs ``code`` after the preamble.
-
-    Args:
-        arguments: its ``sys.argv[1:]``.
-        changes: of its environment.
-    """
+    """A Python process that runs ``code`` after the preamble. ``changes``: of its environment."""
     return subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -115,10 +110,7 @@ def _forking() -> "subprocess.Popen[str]":
 
 
 def run(code: str, *arguments: object, timeout: float = 200, **options: Any) -> str:
-    """What such a process prints; AssertionError unless it ends well.
-
-    Without options of ``start`` it is a fork of a process that has run the preamble.
-    """
+    """What such a process prints; without options of ``start`` it is a fork of a process that has run the preamble."""
     if options:
         process = start(code, *arguments, **options)
         try:
@@ -159,12 +151,7 @@ def fork(
     body: Callable[[Callable[..., None]], None], *, kill_after: float | None = None
 ) -> tuple[list[dict[str, Any]], int]:
     """What ``body(report)`` reports in a forked process, and how that ends: its status, or less than 0 by a signal.
-
-    ``report(label, **values)`` is one write, so that a kill loses it whole or not at all.
-
-    Args:
-        kill_after: seconds until it is killed.
-    """
+    ``report(label, **values)`` is one write, so that a kill loses it whole or not at all."""
     reader, writer = os.pipe()
     gc.freeze()
     with warnings.catch_warnings():

@@ -4,10 +4,11 @@ import enum
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,12 +21,8 @@ if not torch.cuda.is_available():
 from bench.data import find_criteo
 from tests.children import make_store
 from tests.following import DIM, ROWS, Writer
-from tests.gate import Gate
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system import killpoints
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
     "quick",
@@ -97,15 +94,6 @@ def criteo_path() -> Path:
     return find_criteo() or pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
 
 
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    """Of one module: while it is there, its loop stands in the way of tests that run one of their own."""
-    from tests.chromium import chromium
-
-    with chromium() as found:
-        yield found
-
-
 @pytest.fixture
 def store_dir(tmp_path: Path) -> Path:
     """A directory that does not exist yet, for a store."""
@@ -122,6 +110,28 @@ def store(store_dir: Path) -> Path:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+class Gate:
+    """Stops the commit thread at a point until it is let go."""
+
+    def __init__(self) -> None:
+        self.point = ""
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def close(self, point: str) -> None:
+        self.point = point
+        self.reached.clear()
+        self.go_on.clear()
+
+    def hook(self, name: str) -> None:
+        if name == self.point and threading.current_thread().name.startswith("tierstore-commit"):
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+    def open(self) -> None:
+        self.point = ""
+        self.go_on.set()
 
 
 @pytest.fixture

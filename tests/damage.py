@@ -119,10 +119,7 @@ def make_aged(folder: Path, seed: int) -> Sample:
 
 def _train(folder: Path, seed: int, sizes: dict[str, int], shares: dict[int, tuple[float, ...]]) -> Sample:
     """Tables of these sizes, and a commit for each share of their rows that is to change, by versions that are kept.
-
-    The last two rows stay as they were first, absent, which is part of what must come back; the share 0 is the last but
-    one.
-    """
+    The last two rows stay as they were first, absent, which must come back; the share 0 is the last but one."""
     generator = torch.Generator().manual_seed(seed)
     configs = {
         "wide": {"embedding_dim": 64, "optimizer": tierstore.optim.RowWiseAdagrad(lr=0.1)},
@@ -288,11 +285,7 @@ def sweep(
     *,
     prepare: Callable[[Path, Sequence[Sample]], Examine] = whole_store,
 ) -> list[Outcome]:
-    """Try each case in a forked process; one that dies is replaced.
-
-    Args:
-        prepare: ``whole_store`` or ``row_file``.
-    """
+    """Try each case in a forked process; one that dies is replaced."""
     outcomes: list[Outcome] = []
     parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=parent) as scratch:

@@ -10,8 +10,6 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "WRITER", "Child", "Reader", "Writer", "expected", "first_values"]
-
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
 PROGRAM = """
@@ -67,8 +65,6 @@ OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class Child:
-    """Another process that runs some code, which answers each line with a line."""
-
     def __init__(self, code: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
         self._process = subprocess.Popen(
             [*before, sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -92,8 +88,6 @@ class Child:
 
 
 class Writer(Child):
-    """It opens stores for writing, and answers with the version."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(PROGRAM, "w", **options)
 
@@ -102,8 +96,6 @@ class Writer(Child):
 
 
 class Reader(Child):
-    """It opens a store for reading."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(PROGRAM, "r", **options)
 

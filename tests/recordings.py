@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.train.readers.test_hashing import splitmix64
-from tierstore.trace import Trace
-
-__all__ = ["Batch", "Feature", "check", "hashed", "random_batch"]
+from tierstore.trace import TableTrace, Trace
 
 Entry = dict[str, list[int]]  # rows by table, in order; no table without rows
 
@@ -24,8 +23,6 @@ class Feature(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Bags of some features, each with one a sample."""
-
     samples: int
     features: list[Feature]
 
@@ -70,11 +67,8 @@ def entries_of(trace: Trace) -> list[Entry]:
 
 
 def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> None:
-    """That the trace holds just what the log says, at its sampling rate.
-
-    Below a rate of 1 a batch is one entry, and one without a sampled row counts to the next that has some; and lookups
-    of all rows and all batches are counted.
-    """
+    """That the trace holds just what the log says, at its sampling rate. Below a rate of 1 a batch is one entry, and it
+    counts to the next that has a sampled row if it has none; lookups of all rows and all batches are counted."""
     assert list(trace.tables) == list(indexes)
     sizes = [batch.samples for batch in log]
     if trace.sampling_rate == 1:
@@ -94,3 +88,14 @@ def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> Non
         assert trace.all_batches == len(log)
     if log:
         assert trace.batch_samples == round(sum(sizes) / len(sizes))
+
+
+def random_trace(rows: Mapping[str, int], seed: int, samples: int = 60) -> Trace:
+    """Bags of up to five rows of tables of these sizes, every other row preferred, so that some rows stay away."""
+    generator = np.random.default_rng(seed)
+    tables = {}
+    for name, num_rows in rows.items():
+        lengths = generator.integers(0, 6, samples)
+        ids: NDArray[np.int64] = (generator.random(lengths.sum()) ** 3 * num_rows).astype(np.int64) // 2 * 2
+        tables[name] = TableTrace(ids, np.concatenate([[0], np.cumsum(lengths)]))
+    return Trace(tables=tables, batch_samples=16)

@@ -18,19 +18,15 @@ Int64s = NDArray[np.int64]
 
 
 class StoredKeys(NamedTuple):
-    """Of one store."""
-
     segments: Stored
     keys: list[Int64s]  # int64 [rows], segment by segment in ascending order of their numbers
     layouts: list[RowLayout]
 
     def of_layout(self, layout: RowLayout) -> Int64s:
-        """All keys of a layout, in the order in which they lie in the file."""
         own = [keys for keys, each in zip(self.keys, self.layouts, strict=True) if each == layout]
         return np.concatenate([np.empty(0, np.int64), *own])
 
     def partial(self) -> list[RowLayout]:
-        """The layouts of segments that are not full."""
         return [each for keys, each in zip(self.keys, self.layouts, strict=True) if len(keys) < each.rows_per_segment]
 
 
@@ -50,7 +46,6 @@ def segments_of(directory: Path) -> StoredKeys:
 
 
 def segment_offset(directory: Path) -> int:
-    """Where in the file the newest segment begins, in bytes."""
     return int(segments_of(directory).segments["first_page"][-1]) * Manifest.read(directory).page_bytes
 
 

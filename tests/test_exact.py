@@ -83,7 +83,6 @@ def train(folder: Path | None, config: dict[str, Any], *, depth: int = 0, **sett
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
 def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimizer, pooling: str) -> None:
-    """Types, roundings and settings take turns."""
     turn = OPTIMIZERS.index(optimizer) + POOLINGS.index(pooling)
     dtype, rounding = KINDS[turn % len(KINDS)]
     config = {"optimizer": optimizer, "pooling": pooling, "dtype": dtype, "rounding": rounding}

@@ -43,7 +43,6 @@ class OptionsMachine(RuleBasedStateMachine):
         self.store = tierstore.open(self.directory if self.can_reopen else None, **options | {"mode": "w"})
 
     def show(self) -> None:
-        """The table, and the time, of both stores as they are."""
         for store in (self.store, self.twin):
             store.create_table(self.config)
             store.set_time(60 * self.minute)

@@ -65,7 +65,6 @@ class Scene:
         (folder / "notes" / "notes.txt").touch()
 
     def compact(self, **tables: list[int]) -> object:
-        """By a trace of these rows."""
         entries = {name: TableTrace(np.array(ids, np.int64), np.array([0, len(ids)])) for name, ids in tables.items()}
         write_trace(Trace(tables=entries, batch_samples=2), self.folder / "trace.npz", force=True)
         return compact_store(self.directory, self.new, trace=self.folder / "trace.npz")

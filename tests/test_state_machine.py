@@ -66,7 +66,6 @@ class Model:
         self.written |= set(rows)
 
     def train(self, ids: list[int]) -> None:
-        """By a gradient that is, in all columns, how often a row occurs."""
         rows, counts = np.unique(ids, return_counts=True)
         gradient = np.repeat(counts.astype(np.float32)[:, None], self.config.embedding_dim, axis=1)
         rate, rule, step = np.float32(LR), self.config.optimizer, np.float32(LR) * gradient
@@ -150,7 +149,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), rows=ids)
     def train(self, data: st.DataObject, rows: list[int]) -> None:
-        """One bag of all rows, loss = sum."""
         name, model = self.drawn(data)
         out = tierstore.TieredEmbeddingBag(self.store[name], mode="sum")(torch.tensor([rows]))
         total = np.zeros(model.config.embedding_dim, np.float32)
@@ -225,7 +223,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.show_version()
 
     def show(self, version: int) -> dict[str, Model]:
-        """The tables as they are, with the rows of a version."""
         return {name: model.shown(self.saved[version].get(model.born)) for name, model in self.live.items()}
 
     def show_version(self) -> None:
@@ -237,7 +234,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.version and self.on_disk)
     @rule(data=st.data())
     def look_back(self, data: st.DataObject) -> None:
-        """Every kept version stays as it was, for readers alongside the writer."""
         self.settle()
         version = data.draw(st.sampled_from(sorted(self.saved.keys() - {0})))
         with tierstore.open(self.folder / "store", mode="r", version=version, ddr=DDR) as store:

@@ -123,8 +123,6 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class Segment(NamedTuple):
-    """Where in the file a segment lies; places are in words."""
-
     number: int
     newest: int
     is_mixed: bool

@@ -69,9 +69,6 @@ def test_program(flags, size, goals, tmp_path, capsys, monkeypatch):
     assert machine.summary(found["machine"]) in shown
 
 
-# Of serving: whether its load, its checks and its search tell the truth.
-
-
 class Slow:
     """Holds the loop up before it answers each request."""
 

@@ -23,7 +23,6 @@ def fill(cache: Any, admission: Admission) -> None:
 
 
 def admitted(cache: Any, *values: int) -> Admission:
-    """These keys, pinned and filled."""
     admission = Admission(keys_from(*values))
     assert cache.admit(admission) == AdmitStatus.COMPLETE
     fill(cache, admission)
@@ -31,7 +30,6 @@ def admitted(cache: Any, *values: int) -> Admission:
 
 
 def take(cache: Any, slots: Int32s) -> Pinned:
-    """The dirty ones of these, clean and pinned."""
     pinned = Pinned(len(slots))
     cache.take(slots, pinned, frozen=False)
     cache.settle(pinned.slots)
@@ -39,5 +37,4 @@ def take(cache: Any, slots: Int32s) -> Pinned:
 
 
 def visit(cache: Any, *values: int) -> None:
-    """Admit by one call, and let go."""
     cache.release(admitted(cache, *values))

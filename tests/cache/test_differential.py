@@ -77,7 +77,6 @@ class TwinMachine(RuleBasedStateMachine):
         assert self.in_slots(fast.slots) == [*slow.numbers]
 
     def take(self, slots: Int32s) -> tuple[Pinned, list[int]]:
-        """The dirty ones of these, written back."""
         fast, keys = take(self.fast, slots), self.slow.take(self.in_slots(slots))
         assert self.in_slots(fast.slots) == keys
         return fast, keys
@@ -242,8 +241,6 @@ class TinyLfuTwinMachine(TwinMachine):
 
 
 class FullTwinMachine(TwinMachine):
-    """Each row has a slot, and none is evicted for another."""
-
     evicts = False
     keys = keys_from(*(table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in rows))
 

@@ -44,7 +44,6 @@ def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, t
 
 
 def test_wrong_words_show_the_usage(capsys):
-    """Values of closed sets are listed, unknown flags named."""
     for words in ("quantize s t --dtype x", "import s f --optimizer x", "train --policy x"):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words.split(" "))

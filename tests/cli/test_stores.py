@@ -140,7 +140,6 @@ def test_tables_change_in_place(store_with_rows, capsys):
 
 
 def damage(store, step):
-    """Change rows of ones; the row file."""
     (path,) = store.glob("*.lmdb")
     data = bytearray(path.read_bytes())
     place = data.find(b"\x00\x00\x80\x3f" * 8)
@@ -216,16 +215,6 @@ def test_a_backup_that_did_not_reach_its_url_does_not_block_the_next(store_with_
     there.rm(str(tmp_path), recursive=True)
 
 
-def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
-    words = ["compact", str(store_with_rows), str(tmp_path / "compact")]
-    assert cli.main(words) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path / 'compact'}: version 1, 10 rows in 1 segment, verified; ")
-    assert said.endswith(" after\n")
-    assert cli.main(words) == 1
-    assert "is not empty" in capsys.readouterr().err
-
-
 def test_a_store_without_a_commit_says_so_and_long_extra_is_cut(store_dir, capsys):
     with tierstore.open(store_dir, ddr="8MiB") as store:
         for command in ("inspect", "verify"):
@@ -248,9 +237,6 @@ def test_rollback_of_the_command_line(tmp_path, capsys):
     assert "version 2 is the current one" in capsys.readouterr().out
     with tierstore.open(tmp_path / "shop", mode="r") as store:
         assert (store.versions, store.extra) == ((2,), {"n": 1})
-
-
-# export and import; what an interrupted command leaves.
 
 
 def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
@@ -301,9 +287,6 @@ def test_foreign_tensors_become_tables_with_the_optimizer_asked_for(tmp_path, ca
         config = store["item"].config
     assert config.optimizer == tierstore.optim.Adagrad(lr=0.25)
     assert (config.pooling, config.dtype) == ("max", "float16")
-
-
-# Places that a store or a file cannot be made in: said before the work, or at once.
 
 
 def listing(directory):
@@ -374,9 +357,6 @@ def test_no_store_is_made_within_its_source(store_with_rows, capsys):
         require_outside(store_with_rows, same)
 
 
-# train and demo: flags and the keys of a run file.
-
-
 def test_flags_stand_for_keys_and_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
     known = to_dict(RunConfig())
     for name, *_ in cli._TRAIN_FLAGS.values():
@@ -409,9 +389,6 @@ def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):
     assert cli.main(["train", str(run_file), "--epochs", "0"]) == 2
     expected = f"expected a whole number from 1 to {2**63 - 1:,}"
     assert capsys.readouterr().err == f"tierstore: --epochs 0: train.epochs=0: {expected}\n"
-
-
-# Traces: drawn, described, recorded; what is read is not written over.
 
 
 @pytest.fixture

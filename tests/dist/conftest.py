@@ -18,5 +18,4 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy, for one test."""
     return Path(shutil.copytree(trained, tmp_path / "store"))

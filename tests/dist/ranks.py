@@ -35,12 +35,7 @@ def run(
     timeout_s: float = 60,
 ) -> list[Any]:
     """What ``work(*arguments)``, a function of a module here, returned in each rank, in order; None where it did not.
-
-    Args:
-        folder: that exists, for files.
-        statuses: with which each rank must end; default: 0.
-        timeout_s: of the group.
-    """
+    ``statuses``: with which each rank must end; default: 0. ``timeout_s``: of the group."""
     path = folder / f"run-{len(list(folder.glob('run-*')))}"
     path.mkdir()
     called = Path(work.__code__.co_filename).stem, work.__name__, size, timeout_s, arguments

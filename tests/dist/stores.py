@@ -44,8 +44,6 @@ def batch(seed: int, rank: int, names: Sequence[str]) -> tierstore.KeyedJaggedTe
 
 
 class Job:
-    """A store with a module."""
-
     def __init__(self, store: ShardedStore) -> None:
         self.store = store
         for config in CONFIGS.values():
@@ -71,7 +69,6 @@ def train(folder: Path, steps: int = 1, keep: int = 2) -> None:
 
 
 def contents(source: Path | Any, **options: Any) -> Bits:
-    """Of each table's rows and optimizer state, as one process reads them."""
     opened = tierstore.open(source, mode="r", **SMALL | options) if isinstance(source, Path) else None
     with contextlib.nullcontext(source) if opened is None else opened as store:
         rows = {name: read_rows(table, 0, ROWS) for name, table in store.tables.items()}

@@ -40,8 +40,6 @@ def opened() -> ShardedStore:
 
 
 class Model(torch.nn.Module):
-    """A plain module, which comes first, a sharded one, and a layer after them."""
-
     def __init__(self, plain: tierstore.Store, store: ShardedStore) -> None:
         super().__init__()
         self.frozen = tierstore.TieredEmbeddingBagCollection(plain).requires_grad_(False)
@@ -55,7 +53,6 @@ class Model(torch.nn.Module):
 
 
 def train(depth: int) -> tuple[list[int], Tensor, Tensor]:
-    """(samples of each step, the layer's weights, the rows)."""
     with tierstore.open(cold="memory", ddr="1MiB") as plain, opened() as store:
         plain.create_table(FROZEN)
         model, sizes = data_parallel(Model(plain, store)), []

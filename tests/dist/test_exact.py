@@ -31,7 +31,7 @@ from tierstore.dist import (
 )
 
 from .ranks import run
-from .test_plan import drawn_sharding
+from .test_placement import drawn_sharding
 
 ROWS, STEPS, SAMPLES = 300, 3, 6
 EVALUATED = 90
@@ -126,7 +126,6 @@ def batch(case: Case, rank: int, number: int) -> KeyedJaggedTensor:
 
 
 def joined(case: Case, jagged: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Of each feature the samples of one batch after another's."""
     lists = [each[name] for name in case.features for each in jagged]
     weights = torch.cat([each.weights() for each in lists]) if case.is_weighted else None
     ids, lengths = (torch.cat(own) for own in zip(*((each.values(), each.lengths()) for each in lists), strict=True))
@@ -165,7 +164,6 @@ class Trained(NamedTuple):
 
 
 def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
-    """Of each table, looked up one by one."""
     ids, ones = torch.arange(ROWS).repeat(len(case.features)), torch.ones(len(case.features) * ROWS, dtype=torch.int64)
     with torch.no_grad():
         found = look_up(case, modules, KeyedJaggedTensor(case.features, ids, lengths=ones))
@@ -334,8 +332,6 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
             for number, weights in wanted.weights.items():
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
 
-
-# Hessian-free steps, whose sums over ranks are in another order
 
 PARTS = [slice(0, 5), slice(5, 16)]
 

@@ -68,7 +68,6 @@ def config(case: Case) -> tierstore.TableConfig:
 
 
 def spread(numbers: Any) -> list[int]:
-    """Any of some, all over int64."""
     return [(int(n) * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63 for n in numbers]
 
 
@@ -197,7 +196,6 @@ class Oracle:
         return outs
 
     def check(self, folder: Path) -> None:
-        """What one process reads there."""
         with tierstore.open(folder, mode="r", ddr="4MiB") as store:
             table, model = store["item"], self.model
             ids = [int(key) for part in table.written() for key in part]

@@ -1,23 +1,30 @@
-"""Plans of the planner over real ranks: what it counts is what they do."""
+"""Sharding plans: every value has its owners, files say what was planned, and real ranks do what plans count."""
 
 import contextlib
 import io
+import json
+import random
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tierstore
 from tests.dist.placement.support import costs_of, table
 from tests.dist.ranks import as_torchrun_starts, run
+from tierstore import optim
 from tierstore.cli import main
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
+from tierstore.dist.owners import local_config
 from tierstore.dist.placement import RankCosts, demand_of, measure, predict
 from tierstore.dist.placement.costs import KINDS
+from tierstore.dist.plan import ShardingType
 from tierstore.trace import TableTrace, Trace
 
 ROWS, DIM, SAMPLES, STEPS = 60, 8, 20, 3
@@ -38,7 +45,6 @@ def _ids() -> dict[str, Any]:
 
 
 def served(plan_path: Path) -> tuple[list[float], list[int]]:
-    """Rows that each rank looks up in its part in a step, and bytes that it owns."""
     ids = _ids()
     with open_sharded(cold="memory", ddr="16MiB", plan=plan_path) as store:
         for name in SHARDINGS:
@@ -64,7 +70,6 @@ def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
 
 
 def measured_by_command(path: Path, port: int) -> str:
-    """What the command says, as torchrun starts it."""
     as_torchrun_starts(port)
     measure._ROUNDS, measure._STEPS, measure._MOST_IDS = 1, 1, 1000  # type: ignore[misc]
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -103,3 +108,69 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     assert main([*words, "1KiB", "--force"]) == 2
     assert main([*words[:5], str(workload), "--force"]) == 2, "a workload is no costs"
     assert Plan.load(plan) == saved
+
+
+def drawn_sharding(draw: random.Random, size: int) -> Sharding:
+    kind = draw.choice(get_args(ShardingType))
+    ranks = draw.sample(range(size), draw.randint(1, size))
+    if kind == "data_parallel":
+        return Sharding.checked(kind, range(size), "rows", size)
+    divisors = [count for count in range(1, len(ranks) + 1) if len(ranks) % count == 0]
+    ranges = draw.choice(divisors) if kind == "grid_shard" else 1
+    exchange = draw.choice(["rows", "pooled"])
+    return Sharding.checked(kind, ranks[:1] if kind == "table_wise" else ranks, exchange, size, ranges)
+
+
+@given(draw=st.randoms(use_true_random=False), size=st.integers(1, 6), num_rows=st.integers(1, 40))
+def test_every_value_has_one_owner_or_all_and_a_file_says_so(draw, size, num_rows, tmp_path_factory):
+    tables = {name: drawn_sharding(draw, size) for name in ("a", "b", "ü\n")}
+    for own in tables.values():
+        dim = draw.randint(1, 4) * len(own.ranks)
+        owners = np.zeros((num_rows, dim), int)
+        for shard in own.shards(num_rows, dim):
+            assert shard.num_rows > 0
+            rows = slice(shard.first_row, shard.first_row + shard.num_rows)
+            owners[rows, shard.first_column : shard.first_column + shard.num_columns] += 1
+        assert (owners == (size if own.sharding_type == "data_parallel" else 1)).all()
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    Plan(size, tables).save(path)
+    assert Plan.load(path) == Plan(size, tables)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (None, "is no JSON"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"tables": []}, "is no plan"),
+        ({"tables": {"t": "row_wise"}}, "table 't': 'row_wise': a sharding is a table of"),
+        ({"sharding_type": "row_wise"}, "table 't'.*sharding_type, ranks"),
+        ({"sharding_type": "rowwise", "ranks": [0]}, "table 't'.*'rowwise'"),
+        ({"sharding_type": "table_wise", "ranks": [0, 1]}, "one rank"),
+        ({"sharding_type": "row_wise", "ranks": [1, 1]}, "distinct"),
+        ({"sharding_type": "data_parallel", "ranks": [1]}, "on all 2 ranks"),
+        ({"sharding_type": "row_wise", "ranks": [0, 1], "column_ranges": 2}, "column_ranges=2: it is of grid_shard"),
+    ],
+)
+def test_what_is_no_plan_is_refused(fields, said, tmp_path):
+    path = tmp_path / "plan.json"
+    known = {"world_size": 2, "tables": {"t": fields}} if fields and "sharding_type" in fields else fields or {}
+    path.write_text("{" if fields is None else json.dumps({"world_size": 2, "tables": {}} | known))
+    with pytest.raises((ValueError, TypeError), match=said):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sharding", "said"),
+    [
+        ({"embedding_dim": 9}, Sharding("column_wise", (0, 1)), "9 columns cannot be divided"),
+        ({"pooling": "max"}, Sharding("row_wise", (0, 1), "pooled"), "cannot pool"),
+        ({"dtype": "bfloat16", "rounding": "stochastic"}, Sharding("column_wise", (0, 1)), "stochastic"),
+        ({"optimizer": optim.RowWiseAdagrad()}, Sharding("column_wise", (0, 1), "pooled"), "no rank has"),
+        ({"optimizer": optim.RowWiseAdagrad(weight_decay=0.1)}, Sharding("column_wise", (0, 1)), "weight_decay=0.1"),
+    ],
+)
+def test_tables_that_cannot_be_sharded_so_are_refused(fields, sharding, said):
+    config = tierstore.TableConfig(**({"name": "t", "num_embeddings": 9, "embedding_dim": 8} | fields))
+    with pytest.raises(ValueError, match=said):
+        local_config(config, sharding, 0)

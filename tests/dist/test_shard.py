@@ -77,7 +77,6 @@ def config_of(name: str) -> tierstore.TableConfig:
 
 
 def by_hand(store: Any, model: Words) -> nn.Module:
-    """Words over two tables of a sharded store."""
     for name in ("item", "other"):
         store.create_table(config_of(name))
     model.bag = ShardedTieredEmbeddingBag(store, "item")  # type: ignore[assignment]
@@ -87,7 +86,6 @@ def by_hand(store: Any, model: Words) -> nn.Module:
 
 
 def write(store: Any, weights: dict[str, Tensor]) -> None:
-    """What this rank owns of them."""
     for name, weight in weights.items():
         table = store[name]
         if len(table.rows):
@@ -121,7 +119,6 @@ def ids(seed: int) -> tuple[Tensor]:
 
 
 def torchs_modules(folder: Path) -> None:
-    """Modules of torch's: on "meta", with weights, from files, from stores; each to the bits of those by hand."""
     given = words(seed=1)
     weights = {"item": given.bag.weight, "other": given.other["mean"].weight}
     rank = dist.get_rank()
@@ -309,7 +306,6 @@ def test_collections_of_torchrec_are_sharded_with_their_optimizers(tmp_path: Pat
 
 
 def planned() -> dict[str, Sharding]:
-    """The plan found for a table that is looked up, another one and one with dynamic ids."""
     costs = costs_of(2, other={"data_parallel": {"rows": 9.0}}, optimizer="rowwise_adagrad")
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
         plain.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
@@ -331,7 +327,6 @@ def test_plans_are_found_by_one_rank_for_all(tmp_path: Path) -> None:
 
 
 def refusals() -> list[str]:
-    """What is said of models that cannot be sharded."""
     told: list[str] = []
 
     def refuse(model: nn.Module, **options: Any) -> None:
@@ -400,9 +395,6 @@ def _fail(*_: Any) -> None:
 
 def test_a_call_that_failed_is_tried_again_and_one_that_resumes_leaves_tables_where_they_are(tmp_path: Path) -> None:
     run(tried_again, 2, tmp_path, tmp_path)
-
-
-# Tables inside DistributedDataParallel are refused where ranks would diverge
 
 
 def train_wrapped(folder: Path) -> dict[str, str]:

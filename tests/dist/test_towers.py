@@ -74,8 +74,6 @@ class Model(nn.Module):
 
 
 class Whole(nn.Module):
-    """The embeddings and towers in one process, of torch."""
-
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.towers = nn.ModuleList(towers_of_two())
@@ -90,7 +88,6 @@ class Whole(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: tuple[tierstore.KeyedJaggedTensor, Tensor]) -> Tensor:
-    """The mean over a rank's samples."""
     jagged, targets = batch
     return (model(jagged) - targets).square().sum() / max(len(targets), 1)
 
@@ -172,7 +169,6 @@ def error_of(work: Callable[[], object]) -> str:
 
 
 def refused() -> list[str]:
-    """What each wrong call says in this rank, of four on two hosts; and what a right one sends."""
     rank, two = dist.get_rank(), [["a"], ["b"]]
     told = []
 

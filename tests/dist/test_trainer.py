@@ -45,7 +45,6 @@ def config(folder: Path, store: str, **changes: object) -> RunConfig:
 
 
 def before_step(number: int, rank: int, act: Callable[[], object]) -> None:
-    """Have a rank do something before one of its steps."""
     trainer.warm_up = lambda _: None
     steps, real = iter(range(1, 1_000_000)), trainer.train_step
 
@@ -136,16 +135,6 @@ def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(tmp_pat
     assert found[1].history == found[0].history
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(tmp_path, expected):
-    made = config(tmp_path, "run")
-    stopped = run(train_rank, 2, tmp_path, made, False, 17)
-    assert {(each.interrupted, each.step, each.test) for each in stopped} == {(True, 17, None)}
-    with pytest.raises(AssertionError, match="holds a run already: continue it with --resume"):
-        run(train_rank, 2, tmp_path, made)
-    resumed = run(train_rank, 2, tmp_path, made, True)
-    assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
-
-
 DYNAMIC: dict[str, object] = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
 DYNAMIC |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs": 1}  # 4 steps
 CLASS: dict[str, object] = {"model__class": "tests.train.nets:Net", "model__args": {"norm": False, "spare": True}}
@@ -154,10 +143,15 @@ CLASS |= {"train__test_every_steps": 5, "train__patience": 2}
 CLASS |= {"metrics__names": ["ne", "auc", "gauc"], "metrics__window": 60, "metrics__group": "C26"}
 
 
-@pytest.mark.parametrize("changes", [DYNAMIC, CLASS], ids=["dynamic", "class"])
-def test_other_ways_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("changes", [{}, DYNAMIC, CLASS], ids=["plain", "dynamic", "class"])
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
-    run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
+    stopped = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
+    assert {(each.interrupted, each.step, each.test) for each in stopped} == {(True, 2, None)}
+    with pytest.raises(AssertionError, match="holds a run already: continue it with --resume"):
+        run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes))
     resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
     assert [(each.bits, each.test) for each in resumed] == [(whole[0].bits, whole[0].test)] * 2
     windows = [[{**own, "first": 0} for own in each.windows] for each in (*resumed, *whole)]  # that is of a process
@@ -244,8 +238,6 @@ def test_ranks_with_different_runs_are_refused(tmp_path: Path) -> None:
         run(train_differently, 2, tmp_path, config(tmp_path, "run"))
 
 
-# Hosts
-
 RANKS, LOCAL = 4, 2
 HOST_SHARDINGS: list[Any] = [
     *(("table_row_wise", (0, 1)), ("table_row_wise", (3, 2)), ("table_wise", (3,)), ("data_parallel", (0, 1, 2, 3))),
@@ -313,9 +305,6 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert run(reopen, SIZE, tmp_path, tmp_path / "store") == [1] * SIZE
 
 
-# What a reader starts by torchrun, in ranks that are forked here: the examples, the demo
-
-
 def follow(folder: Path, example: str) -> None:
     os.chdir(folder)
     torch.distributed.init_process_group = lambda *_: None  # the group is there, and ends with the rank
@@ -348,7 +337,6 @@ def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
 
 
 def command(words: list[str]) -> None:
-    """As torchrun starts it, in the group that is there."""
     take_torchruns_environment()
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(words) == 0

@@ -31,7 +31,6 @@ def plain(folder: Path) -> Path:
 
 
 def whole(folder: Path) -> tuple[Bits, dict[str, Any]]:
-    """Rows, and what optimizers count."""
     with tierstore.open(folder, mode="r", **SMALL) as store:
         return contents(store), {name: table.state for name, table in store.tables.items()}
 

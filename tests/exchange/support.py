@@ -37,7 +37,6 @@ def make_store(directory: Path, *configs: tierstore.TableConfig) -> Path:
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Bits of every row, its optimizer state, and what the tables' optimizers count."""
     with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
         found: dict[str, Any] = {}
         for name, table in store.tables.items():
@@ -47,7 +46,6 @@ def contents(directory: Path) -> dict[str, Any]:
 
 
 def weights(directory: Path, table: str = "item") -> Tensor:
-    """All rows, read as anybody reads them."""
     with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
         return store[table].read(torch.arange(store[table].config.num_embeddings))
 

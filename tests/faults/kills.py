@@ -59,7 +59,6 @@ FIRST_USE.is_alone = True
 
 
 def forked(body: Callable[[Report], None], kill_after: float | None = None) -> tuple[list[dict[str, Any]], bool]:
-    """What it reported, and whether it was killed."""
     settle(60)
     own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
@@ -83,10 +82,8 @@ class Course(NamedTuple):
 
 
 class Doom(NamedTuple):
-    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds.
-
-    ``reboot``: before the next process, the machine seems to have started again.
-    """
+    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds; before
+    the next one the machine seems to have started again if ``reboot``."""
 
     after: float | None = None
     point: tuple[str, int] = _NEVER
@@ -108,7 +105,6 @@ class Chain:
         """Of versions that a commit said are durable, by position."""
 
     def run(self, dooms: Iterator[Doom]) -> None:
-        """Kill one process after another until ``dooms`` end or one outlives its own; then go on to the end."""
         for doom in dooms:
             if not self._live(doom):
                 assert doom.point == _NEVER, f"{doom.point} was never reached"
@@ -122,7 +118,6 @@ class Chain:
         shutil.rmtree(self._directory)
 
     def _live(self, doom: Doom) -> bool:
-        """One process; whether it was killed, which is counted."""
         course, settings, boot = self._course, self._settings, self._boot
         reports, is_killed = forked(
             lambda report: live(self._directory, course.commits, report, boot=boot, kill_at=doom.point, **settings),
@@ -142,7 +137,6 @@ class Chain:
         return is_killed
 
     def _inspect(self) -> int:
-        """Check what the process left; the position of its last version."""
         may_lack = not self._was_opened
         (*_, shown), _ = forked(
             lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack)
@@ -159,12 +153,7 @@ class Chain:
 
 def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: int, may_lack: bool) -> None:
     """Open what a process left for reading, and compare every version; reports the "versions" that are "shown".
-
-    Where the machine has started again, a store can be read only after it was opened for writing: then a copy is.
-
-    Args:
-        may_lack: the process may have died before the store was whole.
-    """
+    Where the machine has started again, a store can be read only after it was opened for writing: then a copy is."""
     copy, shown = directory.with_name(f"{directory.name} copy"), list[tuple[int, int]]()
     with other_boot(boot):
         try:
@@ -181,7 +170,6 @@ def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: 
 
 
 def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> list[tuple[int, int]]:
-    """Position and number of each version."""
     with tierstore.open(directory, mode="r", ddr=_DDR, threads=1) as store:
         numbers = store.versions
     shown = []
@@ -197,7 +185,6 @@ def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> list[tu
 
 
 def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
-    """Kills spread over the whole run."""
     while True:
         yield Doom(generator.uniform(0, course.seconds), reboot=generator.random() < _REBOOT_SHARE)
 
@@ -232,7 +219,6 @@ def _course(folder: Path, commits: int) -> Course:
 
 
 def main() -> None:
-    """First some chains killed at each point, then at random until there were enough."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20, help="at random instants")

@@ -18,8 +18,6 @@ import numpy as np
 
 from .syscalls import Operation, Recorder
 
-__all__ = ["Loss", "losses", "materialise", "pending", "state"]
-
 SECTOR_BYTES = 512
 State = dict[int, Any]
 """Files (bytearray) and directories (dict of entries), as in ``syscalls.Tree``."""

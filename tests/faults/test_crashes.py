@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a process under test ha
     [(2, 1, 9, 2), *(pytest.param(250, 5, 20, seed, marks=pytest.mark.soak) for seed in (1, 2))],
 )
 def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, commits: int, seed: int) -> None:
-    """At each named point, and at random instants."""
     flags = {"--dir": tmp_path, "--kills": kills, "--rounds": rounds, "--commits": commits, "--seed": seed}
     code, words = "from tests.faults.kills import main; main()", [word for flag in flags.items() for word in flag]
     tally = json.loads(run(code, *words, timeout=7200))
@@ -70,7 +69,6 @@ def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: s
     ("number", "seed"), [(180, 1), *(pytest.param(2000, 1000 * seed, marks=pytest.mark.soak) for seed in range(1, 11))]
 )
 def test_cut_calls_leave_rows_right(tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks."""
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     tally = cuts.live(tmp_path, cuts=number, seed=seed)
     assert tally["cut"] >= number

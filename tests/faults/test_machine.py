@@ -58,9 +58,7 @@ TOTAL: collections.Counter[str] = collections.Counter()  # what the machines met
 @dataclass
 class Device:
     """Fails the call of that number among those that can, or every one from there on, until it is freed.
-
-    A write cut short is followed by one that finds no room, as on a device that fills up.
-    """
+    A write cut short is followed by one that finds no room, as on a device that fills up."""
 
     fault: str | None = None
     number: int = 0
@@ -87,7 +85,6 @@ class Device:
 
 
 def in_memory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory, where the system has such a place: syncs are recorded, not waited for."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
@@ -123,7 +120,6 @@ def crash_point(recorder: Recorder, first: Snapshot, generator: np.random.Genera
 
 
 def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], *, goes_on: bool) -> Snapshot:
-    """Open a store, hold it against the versions it may show, and train on; returns what is shown."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
             assert differences(store, _shown(store, versions)) == []
@@ -240,7 +236,6 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
-        """After PartlyTrainedError."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:

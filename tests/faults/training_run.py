@@ -23,11 +23,6 @@ from tierstore.io.files import ROW_FILE_NAME
 from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
-__all__ = [
-    "STEPS_A_COMMIT", "Report", "State", "different", "expected_states", "live", "other_boot", "quiet",
-    "state_of", "train", "watch_names",
-]  # fmt: skip
-
 STEPS_A_COMMIT: Final = 3
 FEATURES: Final = ("clicked", "viewed", "user", "session")
 _SAMPLES: Final = 24
@@ -206,7 +201,6 @@ def other_boot(number: int) -> Iterator[None]:
 
 
 def watch_names(hook: Callable[[str], None]) -> None:
-    """Have the hook called before and after a file of the store gets its name."""
     points = {
         MANIFEST_NAME: ("manifest: written beside", "manifest: replaced"),
         ROW_FILE_NAME: ("rows file: made under another name", "rows file: in place"),

@@ -17,8 +17,6 @@ from tierstore import optim
 from tierstore.errors import PartlyTrainedError
 from tierstore.layout import KEY_ROW_BITS
 
-__all__ = ["DDR", "Snapshot", "Trained", "Workload", "differences", "first_tables"]
-
 DDR = "476KiB"
 """Holds a fifth of the rows: the others are written back while training."""
 SLACK = 1.05  # so that most transactions clean
@@ -75,13 +73,8 @@ def first_tables() -> Tables:
 
 @dataclass
 class Workload:
-    """Changes a store and the model alike.
-
-    Args:
-        tables: the model, as the store's version has it; it is changed.
-        mark: told of each promise: ("begun" or "returned", a snapshot), ("table", its name).
-        keep: versions to keep.
-    """
+    """Changes a store and the model, ``tables``, alike; ``mark`` is told of each promise: ("begun" or "returned", a
+    snapshot), ("table", its name)."""
 
     tables: Tables
     generator: np.random.Generator
@@ -102,7 +95,6 @@ class Workload:
         return self
 
     def train(self, steps: int = 1, batch: int = 150) -> None:
-        """So many steps; each changes rows of both tables, first in the store, then in the model."""
         for _ in range(steps):
             self.train_rows((self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)).astype(np.int64))
             after = copy.deepcopy(self.tables["written"])
@@ -146,7 +138,6 @@ class Workload:
         return begun
 
     def settle(self) -> None:
-        """Wait for the commit that is pending."""
         pending, self.pending = self.pending, None
         if pending is not None:
             begun, number = pending[0], pending[1].result()

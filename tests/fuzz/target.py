@@ -54,7 +54,6 @@ class FindingError(AssertionError):
 
 
 def scratch_folder() -> Path:
-    """An empty folder in memory; the process that asked removes it at its end."""
     folder = tempfile.mkdtemp(prefix="tierstore-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -84,7 +83,6 @@ def bounded() -> Iterator[None]:
 
 
 def mutations(seeds: Sequence[bytes], words: Sequence[bytes], count: int) -> Iterator[bytes]:
-    """Random changes, the same in each run."""
     random = Random(0)
     for _ in range(count):
         data = bytearray(random.choice(seeds))

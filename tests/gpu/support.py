@@ -1,8 +1,5 @@
-"""Training on a device, small enough to run many times; and streams whose work comes late."""
+"""Training on a device, small enough to run many times."""
 
-import contextlib
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,8 +10,6 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
-from tierstore.hbm.streams import Mark, Streams, open_streams
-from tierstore.pool.host import HostTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, DIM, BAGS = 600, 8, 32
@@ -33,7 +28,6 @@ class Ended(NamedTuple):
 
 
 def make_batches(steps: int, *, device: str = "cpu", scaled: bool = True, seed: int = 0) -> list[Any]:
-    """Skewed ids, some bags empty."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(steps):
@@ -73,14 +67,12 @@ def bits(values: Tensor) -> Tensor:
 
 
 def read_all(store: tierstore.Store) -> Tensor:
-    """int32, the bits of every row of every table."""
     return torch.cat([bits(table.read(torch.arange(ROWS))) for table in store.tables.values()])
 
 
 def train(
     directory: Path, batches: list[Any], *, depth: int = 0, config: Any = MappingProxyType({}), **settings: Any
 ) -> Ended:
-    """Train, commit, and find in the store what training ended in."""
     with tierstore.open(directory, **({"ddr": DDR} | settings)) as store:
         make_tables(store, **config)
         outs = train_on(store, batches, depth=depth)
@@ -98,52 +90,3 @@ def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
     for step, (out, wanted) in enumerate(zip(ended.outs, expected.outs, strict=True)):
         assert torch.equal(out, wanted), f"{told}: forward of step {step}"
     assert torch.equal(ended.rows, expected.rows), told
-
-
-class LateStreams(Streams):
-    """Streams that are idle for random times before and after every step."""
-
-    def __init__(self, inner: Streams, delays: "Delays") -> None:
-        self.pin_memory = inner.pin_memory
-        self._inner = inner
-        self._delays = delays
-
-    @contextlib.contextmanager
-    def side(self) -> Iterator[None]:
-        with self._inner.side():
-            self._delays.insert()
-            yield
-
-    def mark(self) -> Mark:
-        self._delays.insert()
-        return self._inner.mark()
-
-    def follow(self, mark: Mark) -> None:
-        self._inner.follow(mark)
-        self._delays.insert()
-
-
-class Delays:
-    """Delays of the calling thread's current stream, of up to about ``longest_us``."""
-
-    def __init__(self, *, longest_us: int, seed: int = 0) -> None:
-        self.inserted = 0
-        self._longest_us = longest_us
-        self._random = random.Random(seed)
-
-    def insert(self) -> None:
-        if self._random.random() < 0.5:
-            self.inserted += 1
-            torch.cuda._sleep(2000 * self._random.randrange(self._longest_us // 2, self._longest_us))
-
-
-def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays) -> None:
-    """Have the streams of stores that are opened from now on be late, and every copy of rows to the device too."""
-    take = HostTier.take
-
-    def late_take(self: HostTier, *given: Any) -> None:
-        take(self, *given)
-        delays.insert()
-
-    monkeypatch.setattr(HostTier, "take", late_take)
-    monkeypatch.setattr("tierstore.hbm.pool.open_streams", lambda device: LateStreams(open_streams(device), delays))

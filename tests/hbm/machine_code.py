@@ -44,7 +44,6 @@ class Launch(NamedTuple):
 
 
 def kernels() -> set[str]:
-    """Names of the kernels that no other kernel calls: those that are launched."""
     from triton.runtime.jit import JITFunction
 
     made = [each for name in MODULES for each in vars(sys.modules[name]).values() if isinstance(each, JITFunction)]
@@ -131,7 +130,6 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def launches() -> dict[str, Launch]:
-    """By the names of case and kernel; of equal launches the first."""
     from tierstore.hbm import launches as module
 
     noted: dict[str, Launch] = {}
@@ -177,7 +175,6 @@ def _compiled(launch: Launch) -> Any:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """What one of the programs that come with Triton prints."""
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -50,7 +50,6 @@ def least(configs: Iterable[tierstore.TableConfig], policy: str) -> str:
 def open_store(
     directory: Path | None, *configs: tierstore.TableConfig, hbm: int = LEAST, **settings: Any
 ) -> tierstore.Store:
-    """In memory, if there is no directory."""
     configs = configs or (simple(),)
     settings["hbm"] = least(configs, settings.get("policy", "lru")) if hbm == LEAST else hbm
     cold: Any = "lmdb" if directory else "memory"

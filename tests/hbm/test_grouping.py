@@ -34,7 +34,6 @@ def device(request: Any) -> Iterator[str]:
 
 
 def mix_of(key: int) -> int:
-    """In Python's integers, apart from the code."""
     mix = key & MASK
     mix = ((mix ^ mix >> 30) * 0xBF58476D1CE4E5B9) & MASK
     return ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK

@@ -1,28 +1,129 @@
-"""A store with rows in device memory: what fails, what is refused, and what a step launches."""
+"""A store with rows in device memory: what fails, what is refused, what a step launches; that its budget is kept.
+
+Counted is what a GPU would be given, and how often the host would wait for it, while all of it runs on the CPU. A
+launch is a torch operation that is no view and no allocation, a copy, or a Triton kernel: a function of a twin counts
+as the kernels it stands for. What the device was given is under way until the host waits for it, or until the test
+says that the device has caught up; only waiting for work that is under way counts."""
 
 import contextlib
+import gc
+import inspect
+import re
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tierstore
-from tests.hbm.counting import Count, counting
 from tests.hbm.stores import ALL, ENOUGH, LEAST, ROWS, config, hot, open_store, shown, simple, step
 from tests.pool.support import STAGED, make_hot, read
 from tierstore import optim
-from tierstore.errors import ClosedError, PartlyTrainedError
-from tierstore.hbm import twin
+from tierstore.errors import BudgetError, ClosedError, PartlyTrainedError
+from tierstore.hbm import launches, twin
 from tierstore.hbm.base import DeviceRows, rows_of
 from tierstore.hbm.cache import HbmCache, Overflow, group
-from tierstore.hbm.streams import CudaStreams, Sender, Streams
+from tierstore.hbm.streams import CudaStreams, Sender, Streams, staging_bytes
 from tierstore.io.base import MemoryColdTier
 from tierstore.pool.host import HostTier
 from tierstore.store import arguments
+from tierstore.system.sizes import parse_size
+
+KERNELS_OF: Final = {"place_starts": 2, "update_rows": 3}
+"""Kernels of a function that launches more than one."""
+FREE: Final = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_")
+WAITING: Final = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: list[str] = []
+        self.waits: list[str] = []
+        self._own = threading.local()
+        self._now = self._done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.is_silent and not func.is_view and not name.startswith(FREE):
+            self.launches.append(name)
+            indices = args[1] if name.startswith("index") and isinstance(args[1], list) else []
+            is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
+            if name.startswith(WAITING) or is_masked:
+                self.wait(name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def is_silent(self) -> bool:
+        return getattr(self._own, "is_silent", False)
+
+    def wait(self, name: str) -> None:
+        if not self.is_silent:
+            self.waits.append(name)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """The device does all it was given."""
+        self._done = self._now
+
+    def clear(self) -> None:
+        self.launches.clear()
+        self.waits.clear()
+
+    def counted(self, function: Callable[..., Any], name: str, launches: int, *, waits: bool = False) -> Any:
+        """The function, counted as so many launches, whatever it does."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not self.is_silent:
+                self.launches += [name] * launches
+                if waits:
+                    self.wait(name)
+            before, self._own.is_silent = self.is_silent, True
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._own.is_silent = before
+
+        return call
+
+
+class CountingMark:
+    def __init__(self, count: Count) -> None:
+        self._count = count
+        count._now += 1
+        self._made = count._now
+
+    def query(self) -> bool:
+        return self._made <= self._count._done
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._count.wait("synchronize")
+
+
+@contextlib.contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
+    count = Count()
+    with monkeypatch.context() as patch:
+        for name, function in inspect.getmembers(twin, inspect.isfunction):
+            if function.__module__ == twin.__name__ and name[0] != "_":
+                patch.setattr(twin, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
+        patch.setattr(launches, "launch", count.counted(launches.launch, "triton", 1))
+        for name in ("cpu", "tolist"):
+            patch.setattr(Tensor, name, count.counted(getattr(Tensor, name), name, 1, waits=True))
+        patch.setattr(Streams, "mark", lambda _: CountingMark(count))
+        patch.setattr(Streams, "follow", lambda _, mark: None)
+        with count:
+            yield count
+
 
 SIZES = pytest.mark.parametrize("hbm", [LEAST, ENOUGH])
 
@@ -328,3 +429,114 @@ def test_launches_and_waits_where_rows_may_be_evicted(monkeypatch, policy):
         assert hot.counters.evictions == 6
         assert count.waits == ["synchronize"] * (1 + 2 + 1)
     hot.check_integrity()
+
+
+POLICIES = ["lru", "lfu", "tinylfu"]
+OPTIMIZERS = [optim.SGD(), optim.RowWiseAdagrad(), optim.Adagrad(), optim.Adam()]
+FEWEST_ROWS = 22
+shapes = st.fixed_dictionaries(
+    {
+        "num_embeddings": st.one_of(st.integers(FEWEST_ROWS, 500), st.integers(FEWEST_ROWS, 10**7)),
+        "embedding_dim": st.sampled_from([1, 3, 4, 16, 64, 200]),
+        "dtype": st.sampled_from(["float32", "float16"]),
+        "optimizer": st.sampled_from(OPTIMIZERS),
+    }
+)
+
+
+def make(directory: Path, shapes: list[dict[str, Any]], **arguments: Any) -> tierstore.Store:
+    store = tierstore.open(directory, threads=1, **arguments)
+    for number, shape in enumerate(shapes):
+        store.create_table(tierstore.TableConfig(name=f"table {number}", **shape))
+    return store
+
+
+def use(store: tierstore.Store) -> list[DeviceRows]:
+    for table in store.tables.values():
+        table.read(torch.arange(20))
+    return [tier for tier in {table.pool.tier for table in store.tables.values()} if isinstance(tier, DeviceRows)]
+
+
+def refused(store: tierstore.Store) -> str | None:
+    """What it says is enough, if the budget of device memory is too small."""
+    try:
+        use(store)
+    except BudgetError as error:
+        (enough,) = re.findall(r"^hbm=.*too little.*; give at least (\d+KiB)$", str(error), re.DOTALL)
+        return str(enough)
+    return None
+
+
+@settings(max_examples=12)
+@given(
+    tables=st.lists(shapes, min_size=1, max_size=3),
+    hbm=st.one_of(st.integers(1, 300_000), st.integers(1, 8_000_000)),
+    policy=st.sampled_from(POLICIES),
+)
+def test_budgets_are_kept_and_what_is_named_as_enough_is(tables: list[dict[str, Any]], hbm: int, policy: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        given: dict[str, Any] = {"ddr": "64MiB", "policy": policy}
+        with make(Path(directory) / "store", tables, hbm=hbm, **given) as store:
+            enough = refused(store)
+            budget = hbm
+        if enough is not None:
+            budget = parse_size(enough, name="hbm")
+            assert budget > hbm
+            assume(budget <= 64_000_000)
+        with make(Path(directory) / "store", tables, hbm=budget, **given) as store:
+            pools = use(store)
+            stats = store.stats()
+            assert 0 < stats.hbm.bytes <= budget
+            assert stats.hbm.bytes == sum(pool.size_bytes for pool in pools)
+            assert stats.ddr.bytes <= 64 * 2**20
+            assert stats.hbm.capacity_rows >= min(64, *(table["num_embeddings"] for table in tables)) * len(pools)
+            assert stats.hbm.hits + stats.hbm.misses == stats.hbm.unique == 20 * len(tables)
+
+
+def tensor_bytes() -> int:
+    """Of all tensors' memory that Python knows of, each counted once."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(
+    ("hbm", "dim", "dtype", "policy"), [("80KiB", 64, "float32", "lru"), ("1MiB", 3, "float16", "lfu")]
+)
+def test_no_tensor_escapes_the_accounts(store_dir: Path, hbm: str, dim: int, dtype: str, policy: str) -> None:
+    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": dim, "dtype": dtype}
+    before = tensor_bytes()
+    with make(store_dir, [table], ddr="4MiB", hbm=hbm, policy=policy) as store:
+        (pool,) = use(store)
+        taken = tensor_bytes() - before - staging_bytes(pool.layout, pool._staging.rows)
+        assert pool.size_bytes <= parse_size(hbm, name="hbm")
+        slack = 4000  # of the batch of 20 ids, kept until rows are next brought in
+        assert 0.9 * pool.size_bytes < taken <= pool.size_bytes + slack
+
+
+@pytest.mark.parametrize("ddr", ["800KiB", "2MiB"])
+def test_staging_in_host_memory_is_part_of_ddr(store_dir: Path, ddr: str) -> None:
+    found, staging = [], 0
+    for hbm in (0, "2MiB"):
+        with make(store_dir, [{"num_embeddings": 50_000, "embedding_dim": 64}], ddr=ddr, hbm=hbm) as store:
+            staging = sum(pool.host_bytes for pool in use(store))
+            found.append(store.stats().ddr)
+            assert found[-1].bytes <= parse_size(ddr, name="ddr")
+    assert staging > 100_000
+    row_bytes = 64 * 4 + 44
+    assert found[0].capacity_rows - found[1].capacity_rows > 0.9 * staging / (row_bytes * 17 / 16)
+
+
+@pytest.mark.parametrize("hbm", [0, "1% of tables", "0.0000001% of tables"])
+def test_a_share_of_small_tables_is_as_little_as_a_store_needs(tmp_path: Path, hbm: str | int) -> None:
+    shape = {"num_embeddings": 1000, "embedding_dim": 8, "optimizer": optim.Adagrad}
+    with make(tmp_path / "store", [shape, shape | {"embedding_dim": 4}], ddr="1% of tables", hbm=hbm) as store:
+        use(store)
+        assert store.stats().ddr.bytes < 1 << 20
+        assert 0 < store.stats().ddr.capacity_rows < 2000
+        rows = torch.arange(1000)
+        for table in store.tables.values():
+            assert table.pooled(rows, torch.arange(1001), mode="max").equal(table.read(rows))
+        assert {table.config.optimizer for table in store.tables.values()} == {optim.Adagrad()}
+    with make(tmp_path / "other", [shape], ddr="1KiB") as store, pytest.raises(BudgetError, match="too little"):
+        use(store)

@@ -113,7 +113,6 @@ class TracingStreams(Streams):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
-    """Have stores opened from here on use tracing streams, and rows be watched."""
     trace = Trace(seed)
     monkeypatch.setattr(pool, "open_streams", lambda _: TracingStreams(trace))
 

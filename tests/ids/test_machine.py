@@ -99,7 +99,6 @@ class DynamicIdsMachine(RuleBasedStateMachine):
     train_again = train  # most of what happens to a table
 
     def is_refused(self, known: list[bool]) -> bool:
-        """Whether a lookup of these ids is an error."""
         return self.model.rules.unseen == "error" and not all(known)
 
     def admitted(self, ids: list[int]) -> tuple[torch.Tensor, list[bool]]:

@@ -38,7 +38,6 @@ def config(name: str = "item", rows: int = 1000, **options: Any) -> tierstore.Ta
 
 @pytest.fixture(params=["ddr", "few in hbm", "all in hbm"])
 def tiers(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Arguments of ``tierstore.open``."""
     with few_slots(3) if request.param == "few in hbm" else contextlib.nullcontext():
         yield {"ddr": "2MiB"} | ({} if request.param == "ddr" else {"hbm": "1MiB", "device": "cpu"})
 
@@ -333,8 +332,6 @@ def test_wrong_rules_and_uses_are_refused():
                 call(store)
         assert store["item"] is table
 
-
-# Ids without a row that count, beside torch over a table's rows and those that they would get
 
 SAMPLES, COUNT = 4, 40
 IDS = (torch.arange(COUNT) * 0x1E3779B97F4A7C15).sort().values

@@ -44,7 +44,6 @@ class Twin:
 
 
 def contents(table: tierstore.Table) -> Rows:
-    """Every id that has a row, and the row."""
     table.ids.check_integrity()
     ids = torch.cat([*table.written()])
     return dict(zip(ids.tolist(), table.read(ids).tolist(), strict=True))
@@ -57,7 +56,6 @@ def read(directory: Path, **options: Any) -> Rows:
 
 
 def make(directory: Path, *steps: list[int], **options: Any) -> tuple[Twin, list[Rows]]:
-    """A store, what its table has, and what each of its versions has."""
     twin, found = Twin(config(**options)), []
     with tierstore.open(directory, keep=9, **SMALL) as store:
         table = store.create_table(config(**options))

@@ -146,7 +146,6 @@ DAMAGES = ["zeroed page", "exchanged pages", "another row", "another row and pai
 @pytest.mark.parametrize("distance", [1, ROWS, SEGMENT_ROWS], ids=["block", "segment", "file"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_rows_in_others_places_are_errors_and_the_others_are_right(written: Path, damage: str, distance: int) -> None:
-    """Of the same block, another of the segment, or another segment."""
     first, bad = SEGMENT_ROWS, np.array([SEGMENT_ROWS + distance])
     with reading(written) as tier:
         source, target = (place_of(tier, 0, row) for row in (first, first + distance))
@@ -329,9 +328,6 @@ def test_other_format_versions(samples: list[Sample], tmp_path: Path, change: An
     for mode in ("r", "w"):
         with pytest.raises(FormatError, match=rf"format version {version}\b.* reads 4 and 5"):
             tierstore.open(tmp_path, mode=mode)  # type: ignore[arg-type]
-
-
-# Going back to the anchored tree after a loss of power: only to one that is whole.
 
 
 def copy_store(source: Path, target: Path) -> Path:

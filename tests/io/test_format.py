@@ -213,7 +213,6 @@ def make_older(folder: Path, places: list[RowPlace]) -> None:
 
 
 def test_rows_of_an_older_release(tmp_path: Path) -> None:
-    """They are read, written beside, verified and salvaged."""
     folder, table = tmp_path / "store", tierstore.TableConfig(name="item", num_embeddings=300, embedding_dim=64)
     rows = torch.arange(300.0)[:, None].expand(-1, 64).contiguous()
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from tierstore.kernels.jit import JIT_ENABLED, kernel
 
-__all__ = ["from_python"]
-
 
 def from_python(helper: Any) -> Any:
     """A helper of kernels, which only they can call, as a function that Python can."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.quantized import KINDS, OPERATORS, packed, rows_of_kind
 from tierstore.kernels import floats, quantized
+from tierstore.kernels import slots as kernels
 from tierstore.kernels.jit import JIT_ENABLED, fused_multiply_add, kernel
 
 pytestmark = pytest.mark.kernel
@@ -109,3 +110,12 @@ def test_rows_are_unpacked_as_by_torch_and_by_numpy(dim: int, dtype: str) -> Non
     if dtype == "int8" or dim % 2 == 0:
         width = packed(torch.zeros(1, dim), dtype).shape[1]
         assert np.array_equal(found, OPERATORS[dtype][1](torch.from_numpy(weights[:, :width].copy())).numpy())
+
+
+@given(bags=st.lists(st.integers(0, 5), min_size=1, max_size=6), batch=st.integers(1, 3))
+def test_positions_are_ordered_by_sample(bags: list[int], batch: int) -> None:
+    bags = bags[: len(bags) // batch * batch]
+    sample_of = [number % batch for number, length in enumerate(bags) for _ in range(length)]
+    order = np.empty(len(sample_of), np.int32)
+    kernels.order_by_sample(np.cumsum([0, *bags], dtype=np.int64), batch, order)
+    assert order.tolist() == sorted(range(len(sample_of)), key=lambda position: sample_of[position])

@@ -176,7 +176,6 @@ class Kept:
 
 
 def listed(state: Any) -> Any:
-    """A copy that compares."""
     if isinstance(state, dict):
         return {key: listed(each) for key, each in state.items()}
     if isinstance(state, list | tuple):
@@ -308,8 +307,6 @@ def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(tmp_path, has_
         assert one["z"] == pytest.approx(other["c"]) or not has_places
     assert ("'z' was last trained at learning rate" in caplog.text) is not has_places
 
-
-# Tables in checkpoints of torch.distributed.checkpoint: all their rows, or the version of the store that has them
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 KEY = "embedding_bags.t"

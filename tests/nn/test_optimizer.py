@@ -44,8 +44,6 @@ def batches(count: int) -> list[Tensor]:
 
 
 class Twins:
-    """A model over rows, and torch's own of the same values; each with an optimizer of rows and one of the rest."""
-
     def __init__(self, store: tierstore.Store, reference: Callable[[Any], torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
         self.store, dense = store, nn.Linear(DIM, 1)

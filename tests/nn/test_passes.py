@@ -92,8 +92,6 @@ def test_checkpoints_train_as_without(store_dir, way, rule):
 
 
 class Do(torch.autograd.Function):
-    """The same values; backward calls something."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
         ctx.action = action
@@ -148,9 +146,6 @@ def test_gradients_are_as_they_were_though_others_change_them(store):
     out = tierstore.TieredEmbeddingBag(table)(IDS)
     (parameter + out).backward(torch.ones(len(IDS), DIM))
     assert torch.equal(table.read(ALL[:20]), before - 1)
-
-
-# What was not asked for is not trained
 
 
 def test_rows_nobody_asked_to_train_stay(bag):
@@ -265,8 +260,6 @@ def test_a_prefetched_batch_is_looked_up_as_it_was_read(store, part):
     assert not torch.equal(bag(*batch), expected)
 
 
-# Random graphs over a few tables: as torch trains them, and in the same bits at every budget
-
 FEW, WIDTH = 300, 4
 SETTINGS: list[dict[str, Any]] = [
     {"ddr": "2MiB", "threads": 1},
@@ -301,7 +294,6 @@ class DenseTable:
         }
 
     def apply(self, gradient: Tensor, ids: Tensor) -> None:
-        """One optimizer step on the rows of ``ids``."""
         self.step_count += 1
         touched = ids.unique()
         if isinstance(self.optimizer, optim.RowWiseAdagrad) and not isinstance(self.optimizer, optim.Adagrad):
@@ -382,7 +374,6 @@ class Call:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
-    """Each table's pooling, and the calls of each pass."""
     poolings = [draw(st.sampled_from(["sum", "sum", "mean", "max"])) for _ in range(3)]
     passes: list[list[Call]] = []
     for _ in range(draw(st.integers(1, 2))):

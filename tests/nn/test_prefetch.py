@@ -163,16 +163,6 @@ def test_once_all_rows_are_in_memory_to_stay_none_is_brought_in_and_no_thread_re
                 assert len(brought_in) == expected * (1 if source is list else 2)
 
 
-def test_rows_are_in_place_before_the_batch_is_asked_for(collection):
-    pipeline = tierstore.prefetch([batch(1, 2), batch(3, 4)], collection, depth=1)
-    first = next(pipeline)
-    collection(first)
-    second = next(pipeline)
-    misses = collection.store.stats().ddr.misses
-    collection(second)
-    assert collection.store.stats().ddr.misses == misses == 4
-
-
 @pytest.mark.parametrize(("policy", "most"), [("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)])
 def test_prefetching_reads_no_more_than_a_plain_loop(policy, most):
     """In a cache of 0.6 batches, and of 1.5. LFU and TinyLFU evict others where rows of batches ahead are pinned."""

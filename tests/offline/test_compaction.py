@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tests import children
-from tests.packed import random_trace
+from tests.recordings import random_trace
 from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
@@ -76,7 +76,6 @@ def rows(directory, version=None):
 
 
 def changed(before, after):
-    """Rows whose weights differ between two versions."""
     weights = [np.frombuffer(each[name][0], np.uint8).reshape(ROWS, -1) for name in TABLES for each in (before, after)]
     return sum((old != new).any(axis=1).sum() for old, new in zip(weights[::2], weights[1::2], strict=True))
 

@@ -66,8 +66,6 @@ ROWS, DIM = 200, 8
 
 
 class Job:
-    """A model over a bag that is trained by the optimizer, with the curvature of a part of each batch."""
-
     def __init__(self, bag: nn.Module, *, is_whole: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         self.dense = nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -75,7 +73,6 @@ class Job:
         self.optimizer = HessianFree((self.model if is_whole else self.dense).parameters(), products=8, **options)
 
     def train(self, batches: Iterable[Tensor], rows: Any = None, part: int = 8, share: float = 1.0) -> None:
-        """With the optimizer of the rows, if they have one, and this rank's share of the mean."""
         for ids in batches:
             if rows is not None:
                 rows.zero_grad()
@@ -89,7 +86,6 @@ class Job:
 
     @torch.no_grad()
     def weights(self) -> list[Tensor]:
-        """Rows and dense ones."""
         return [self.model[0](torch.arange(ROWS)[:, None]), *(each.detach() for each in self.dense.parameters())]
 
 
@@ -250,15 +246,11 @@ def test_what_is_loaded_copied_or_pickled_goes_on_as_it_would_have():
         assert all(map(torch.equal, other.net.parameters(), ours.net.parameters()))
 
 
-# Solvers, eigenvalues and products of curvature against matrices that are formed whole
-
-
 def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def symmetric(values: Any) -> Tensor:
-    """With these eigenvalues, and random vectors."""
     axes = torch.linalg.qr(randn(len(values), len(values), seed=3)).Q
     return axes @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ axes.T
 

@@ -140,8 +140,6 @@ RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Loop:
-    """A model and the optimizers of its weights, as a plain loop has them."""
-
     def __init__(self, model: nn.Module, rule: str) -> None:
         self.model = model
         tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import tierstore
 from bench.workload import ids_of
-from tests.packed import random_trace
 from tests.plan.hosts import make_setup
 from tests.plan.hosts import run as run_command
+from tests.recordings import random_trace
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, TableShape, accesses_of, of_tables, once_a_batch
 from tierstore.plan.curves import curve, distances, frequency_curve, lru_curve, popularity
@@ -122,7 +122,6 @@ def batches_of(trace: Trace, bounds: list[int]) -> list[list[int]]:
 
 
 def test_accesses_go_sample_by_sample_in_batches() -> None:
-    """Of one size, or as a recording has them, of which an entry is a sample or a batch."""
     for samples, starts, bounds in (
         (0, None, [0]),
         (1, None, [0, 1]),

@@ -240,7 +240,6 @@ class Counted(NamedTuple):
 
 
 def train(store_dir: Path, policy: str, *, steps: int) -> tuple[Setup, Accesses, Counted]:
-    """A store on drawn ids, one batch after another; the second half of the steps counts."""
     workload = replace(WORKLOAD, tables=(replace(TABLES[0], num_embeddings=12_000, exponent=0.9),), batch_samples=250)
     setup = make_setup(workload, ddr_bytes=1_300_000.0, policy=policy, prefetch_depth=0)
     generator = np.random.default_rng(0)

@@ -303,7 +303,6 @@ def everything() -> list[Prediction]:
 @settings(max_examples=20)
 @given(st.builds(lambda rate: Target(samples_per_s=rate), st.floats(1e3, 3e5)))
 def test_the_best_is_that_of_all(target: Target) -> None:
-    """The cheapest."""
     enough = [each for each in everything() if each.samples_per_s >= target.samples_per_s]
     enough = [each for each in enough if each.wear.years >= 4]
     if not enough:

@@ -42,7 +42,6 @@ def keys(rows: Iterable[int]) -> Any:
 
 
 def read(tier: Any, rows: Iterable[int]) -> list[float]:
-    """A number for each row, of which all columns are that."""
     found = tier.read(keys(rows))
     assert torch.equal(found, found[:, :1].expand(-1, DIM))
     return found[:, 0].tolist()  # type: ignore[no-any-return]

@@ -20,11 +20,7 @@ NOT_A_ROW = 10 * ROWS
 
 
 class Changing(np.ndarray[Any, Any]):
-    """An array whose elements are others from their second reading on.
-
-    Attributes:
-        later: what they are then.
-    """
+    """An array whose elements are ``later`` from their second reading on."""
 
     later: int
     read: set[int]
@@ -65,7 +61,6 @@ def _open(**where: Any) -> tierstore.Store:
 
 
 def _everything(store: tierstore.Store) -> list[torch.Tensor]:
-    """What lookups and a training step find."""
     generator, table = np.random.default_rng(0), store["looked up"]
     lengths = generator.integers(0, 4, BAGS)
     lengths[40] = kernels.SCRATCH_SLOTS + 30  # a bag of several blocks

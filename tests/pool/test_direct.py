@@ -211,8 +211,6 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         table.rows_in_memory(ids)
 
 
-# Rows that may be evicted
-
 MANY = 20_000
 
 

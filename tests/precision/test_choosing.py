@@ -230,8 +230,6 @@ def test_the_command_reports_and_wrong_arguments_change_nothing(config, small, t
     assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
 
 
-# The search on made-up losses that do not add up, against all choices there are
-
 UNITS = [Unit(name, {"float32": 64 * rows, "float16": 32 * rows, "int8": 24 * rows, "int4": 16 * rows})
          for name, rows in (("a", 10), ("b", 400), ("c", 3000))]  # fmt: skip
 UNITS += [Unit("layer", {"float32": 4000, "int8": 1000}), Unit("rest", {"float32": 77})]

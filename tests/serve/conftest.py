@@ -49,7 +49,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """For localhost and 127.0.0.1, signed by its own key."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"

@@ -154,14 +154,12 @@ def tensor(protocol: str, name: str, datatype: str, data: np.ndarray, *, binary:
 
 
 def ask(served: Fronted, client: Any, model: str = "double", rows: int = 1, **options: Any) -> Any:
-    """The result for so many rows of x."""
     x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
     return client.infer(model, [tensor(served.protocol, "x", "FP32", x)], **options)
 
 
 @contextmanager
 def refused(status: Status, says: str = "") -> Iterator[Any]:
-    """The block's call fails with that status, and its message has these words."""
     with pytest.raises(InferenceServerException) as raised:
         yield raised
     assert raised.value.status() in (str(status.http), f"StatusCode.{status.grpc}")
@@ -169,8 +167,6 @@ def refused(status: Status, says: str = "") -> Iterator[Any]:
 
 
 class Answer(NamedTuple):
-    """One response of HTTP as it came over the wire."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes

@@ -59,7 +59,6 @@ def writer(writer_process: Writer, store_dir: Path) -> Iterator[Writer]:
 
 
 def number(writer: Writer, version: int, *tables: str) -> None:
-    """Write the version's number into every row and commit it."""
     for table in tables or ("t",):
         writer("write", table, list(range(ROWS)), version)
     assert writer("commit", version) == version
@@ -109,7 +108,6 @@ def ids_of(ids: Any) -> list[Any]:
 
 
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
-    """Rows of "t" as JSON."""
     inputs = [{"name": "ids", "datatype": "INT64", "shape": [len(ids)], "data": ids}]
     return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
 
@@ -185,7 +183,6 @@ def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_wa
 
 
 def damage(store_dir: Path, version: int) -> None:
-    """Flip a byte in each row that holds the version's number."""
     row, path = np.full(DIM, version, np.float32).tobytes(), store_dir / "rows.lmdb"
     data = path.read_bytes()
     assert data.count(row) >= ROWS
@@ -262,9 +259,6 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer, store_dir, tmp_path, 
         assert server.engine.state().tiers.ddr.bytes <= 412 << 10
 
 
-# ``tierstore serve`` as a process: how it starts, and how it ends.
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("served") / "store"
@@ -329,7 +323,6 @@ sys.exit(cli.main(["serve", "--store", sys.argv[1], *sys.argv[2:]]))
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says, in one line, as it refuses to start."""
     assert cli.main(["serve", *arguments]) not in (0, None)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tierstore: ")]
     return line
@@ -369,7 +362,6 @@ OF_KINDS: dict[Any, list[Any]] = {int: [True, "x", 1.5], float: [True, "x", math
 
 
 def test_values_that_a_setting_cannot_have_are_named():
-    """Of another kind, and out of its range."""
     hints = typing.get_type_hints(ServeConfig)
     for field in dataclasses.fields(ServeConfig):
         wrong = list(OF_KINDS.get(hints[field.name], ["much", 1.5]))

@@ -53,12 +53,10 @@ def client(served: Fronted) -> Iterator[Any]:
 
 
 def as_dict(answer: Any) -> Any:
-    """A message of gRPC as REST has it."""
     return answer if isinstance(answer, dict | list) else MessageToDict(answer, preserving_proto_field_name=True)
 
 
 def begin(served: Fronted, rows: int) -> "Future[Any]":
-    """Ask the model "slow" in another thread."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -73,7 +71,6 @@ def begin(served: Fronted, rows: int) -> "Future[Any]":
 
 
 def begun(served: Fronted, count: int, rows: int = 1) -> list["Future[Any]"]:
-    """So many requests that the engine holds."""
     answers = [begin(served, rows) for _ in range(count)]
     served.wait_until(lambda: len(served.engine.seen) == count, "the requests to arrive")
     return answers
@@ -251,7 +248,6 @@ def test_requests_that_are_too_large(protocol):
 
 
 def slow_elements(served: Fronted, count: int) -> Any:
-    """An answer whose numbers are encoded one by one."""
     if served.protocol == "http":
         with served.client(network_timeout=SECONDS) as client:
             x = tensor("http", "x", "FP32", np.arange(count, dtype=np.float32))
@@ -306,8 +302,6 @@ def test_connections_are_bounded(protocol):
         opened.close()
         served.wait_free()
 
-
-# Tokens, TLS, ports.
 
 NO_TOKENS = [None, TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"]
 

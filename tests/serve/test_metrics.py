@@ -30,8 +30,6 @@ class Clock:
 
 
 class FakeSource:
-    """Says what its ``state`` is."""
-
     def __init__(self) -> None:
         ddr = {"lookups": 50_000, "unique": 20_000, "hits": 15_000, "misses": 5_000, "evictions": 1_234}
         ssd = {"lookups": 5_000, "unique": 5_000, "hits": 4_000, "misses": 1_000, "bytes": 40_960, "bytes_read": 777}
@@ -69,7 +67,6 @@ def value(found: Series, name: str, **labels: str) -> float:
 
 
 def require_histogram(found: Series, name: str, values: list[float], **labels: str) -> None:
-    """The count of each bucket and the sum are those of ``values``."""
     assert value(found, f"{name}_count", **labels) == len(values)
     assert value(found, f"{name}_sum", **labels) == pytest.approx(math.fsum(values))
     wanted = {("worker", "0"), *labels.items()}
@@ -169,9 +166,6 @@ def test_only_the_last_minute_counts(clock: Clock) -> None:
             ]
 
 
-# The admin port through real sockets: what it shows, what it does, and for whom.
-
-
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}
 ANSWERS = {"refresh": 8, "rollback": 6}
@@ -200,8 +194,6 @@ class Port:
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[httpx.Client]:
-    """One server for all, whose ``app`` is exchanged."""
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await client.app(scope, receive, send)  # type: ignore[attr-defined]
 
@@ -247,9 +239,6 @@ def test_errors_are_told(client: httpx.Client, port: Port) -> None:
         # After one that it did not expect the server closes the connection.
         answer = client.post("/admin/rollback", headers={**JSON, "Connection": "close"})
         assert (answer.status_code, answer.json()) == (status, {"error": message})
-
-
-# For whom
 
 
 def test_what_a_form_elsewhere_can_send_does_nothing(client: Any, port: Port, wary: Port) -> None:

@@ -30,7 +30,6 @@ INPUTS = {"ids": IDS, "lengths": LENGTHS, "weights": WEIGHTS}
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two, with the same tables and other rows."""
     folder = tmp_path_factory.mktemp("stores")
     for seed, name in enumerate("ab"):
         change(folder / name, seed)
@@ -49,13 +48,11 @@ def both(stores: dict[str, Path]) -> Iterator[InThread]:
 
 
 def triton(server: InThread, protocol: str) -> Any:
-    """Triton's client of the protocol, one thread's at a time."""
     address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
     return MODULES[protocol].InferenceServerClient(address)
 
 
 def ask(server: InThread, protocol: str, model: str, **inputs: Any) -> tuple[str, bytes]:
-    """The version, and the bits of the model's output."""
     kinds = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
     given = [tensor(protocol, name, kinds[str(each.dtype)], each) for name, each in inputs.items()]
     with triton(server, protocol) as client:
@@ -69,7 +66,6 @@ def rows(server: InThread, protocol: str, store: str) -> tuple[str, bytes]:
 
 
 def listed(server: InThread, protocol: str = "http") -> list[str]:
-    """The models of the index, all ready."""
     with triton(server, protocol) as client:
         index = as_dict(client.get_model_repository_index())
     models = index if isinstance(index, list) else index["models"]

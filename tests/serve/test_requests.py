@@ -248,8 +248,6 @@ def test_a_mistake_is_refused_in_every_encoding(fault: str, drawn: Drawn) -> Non
     assert messages["REST, binary"] == messages["gRPC, raw"]
 
 
-# What only REST's bodies can say.
-
 COMPLETE: dict[str, Any] = {
     "inputs": [
         {"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
@@ -337,9 +335,6 @@ def test_claims_cost_no_memory() -> None:
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak_bytes < 1 << 19
-
-
-# Answers, which have the same tensors, and any bytes.
 
 
 @given(st.lists(st.floats(width=32)) | st.integers(0, 2 * PIECE_ELEMENTS + 1).map(lambda count: [0.5] * count))

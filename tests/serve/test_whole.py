@@ -28,8 +28,7 @@ from tests.serve.clients import Client
 from tests.serve.fronts import refused
 from tests.serve.fronts import tensor as front_tensor
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import save
-from tests.serve.models.stores import tensor
+from tests.serve.models.stores import save, tensor
 from tests.serve.replicas import publishing
 from tests.serve.test_engine import ids_of
 from tests.serve.whole import ADMIN, ADMIN_TOKEN, make_certificate, serving
@@ -76,7 +75,6 @@ def go_on(config: RunConfig, back_to: int = 0) -> tuple[str, Any]:
 
 @pytest.fixture(scope="module")
 def question(run: RunConfig) -> dict[str, Any]:
-    """The first rows of the test data, as they are in the file."""
     raw = next(iter(open_data(run)[0].read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
     lengths = np.diff(raw.categories.offsets).astype(np.int32)
     dense = np.nan_to_num(raw.dense, nan=0.0)
@@ -84,7 +82,6 @@ def question(run: RunConfig) -> dict[str, Any]:
 
 
 def ranked(client: Client, question: dict[str, Any]) -> tuple[str, bytes]:
-    """The version of the answer, and its bits."""
     answer = client.infer("ranking", question)
     return answer.version, answer.outputs["probabilities"].tobytes()
 
@@ -308,14 +305,10 @@ def test_a_renewed_certificate_is_shown_on_all_ports(plain, tls, tmp_path, caplo
         Tls(certificate, key)
 
 
-# The watched loss against the trainer's own model on the same rows.
-
-
 WATCHED = 230  # rows: more than one request, and no whole number of them
 
 
 def commit_and_evaluate(run: RunConfig, factor: float) -> tuple[int, float]:
-    """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
     reader, hasher = open_data(run)
     (batch,) = reader.batches(hasher, batch_size=WATCHED, stop_row=WATCHED)
 

@@ -25,7 +25,6 @@ ADMIN = {"X-Tierstore-Admin": "1", "Authorization": f"Bearer {ADMIN_TOKEN}"}
 
 
 def admin_token_file() -> str:
-    """A file with the token of ``ADMIN``."""
     path = Path(tempfile.gettempdir()) / f"tierstore-admin-token-{os.getpid()}"
     if not path.exists():
         path.write_text(ADMIN_TOKEN)
@@ -34,7 +33,6 @@ def admin_token_file() -> str:
 
 
 def make_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
-    """One that its own key has signed, without a pass phrase unless options say so."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
     command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -51,8 +49,6 @@ def summed(admin: str, name: str, **labels: str) -> float:
 
 
 class InThread(LoopThread):
-    """A server whose event loop is a thread's."""
-
     def __init__(self, config: ServeConfig) -> None:
         super().__init__()
         self.config = config
@@ -123,7 +119,6 @@ SMALL: dict[str, Any] = {
 
 @contextlib.contextmanager
 def serving(store: Path | str = "", **settings: Any) -> Iterator[InThread]:
-    """A small server of a store, in a thread; its admin port wants ``ADMIN_TOKEN``."""
     given = SMALL | {"store": str(store), "admin_token_file": admin_token_file()} | settings
     server = InThread(ServeConfig(**given))
     try:
@@ -133,8 +128,6 @@ def serving(store: Path | str = "", **settings: Any) -> Iterator[InThread]:
 
 
 class Command:
-    """``tierstore serve`` in a process of its own; its log goes to a file."""
-
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
         with open(log, "ab") as file:
@@ -147,7 +140,6 @@ class Command:
         self.line = ""
 
     def wait_ready(self) -> None:
-        """Read where it listens."""
         has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
         assert has_line, f"not ready: {self.log.read_text()}"
         self.line = self.process.stdout.readline().decode()
@@ -156,7 +148,6 @@ class Command:
         self.url, self.grpc, self.admin = found.groups()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send the signal; the exit status."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -165,11 +156,10 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]:
+def command(log: Path, *arguments: str) -> Iterator[Command]:
     made = Command(log, *arguments)
     try:
-        if ready:
-            made.wait_ready()
+        made.wait_ready()
         yield made
     finally:
         with made.process:  # closes its pipe, however it ended

@@ -202,9 +202,6 @@ def test_a_dict_that_takes_changes_is_the_store(store_dir: Path, monkeypatch: py
     history.store.close()
 
 
-# One thing at a time
-
-
 def make(path: Path, rows: int = ROWS) -> tierstore.Store:
     store = tierstore.open(path, **SMALL)
     store.create_table(tierstore.TableConfig(name="item", num_embeddings=ROWS, embedding_dim=4))

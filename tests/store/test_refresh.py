@@ -236,8 +236,6 @@ def test_rows_that_stay_are_listed_whatever_moves(policy):
         assert stayed <= set(found.keys().tolist()) <= came
 
 
-# Lookups beside a change of version
-
 NUM_ROWS, DIMS = 150, {"a": 40, "b": 48}
 ALL, STARTS = torch.arange(NUM_ROWS), torch.arange(0, NUM_ROWS, 2)
 PLACES: dict[str, Any] = {

@@ -36,7 +36,6 @@ def new_reader(stack: ExitStack, folder: Path, **options: Any) -> Reader:
 
 
 def write(writer: Writer, value: int) -> None:
-    """Version ``value``, whose rows all have that value."""
     if value == 1:
         writer("create", "big", len(BIG), 32)
     writer("write", "big", BIG, value)
@@ -92,7 +91,6 @@ def test_processes_of_the_same_number_share_a_store(stack: ExitStack, tmp_path: 
 
 
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
-    """One wins, the other is told; the store is whole."""
     code = """
     go, hold = os.pipe()
     def create():
@@ -113,8 +111,6 @@ def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store.commit() == 1
 
-
-# Forks
 
 FORK = """
 import ctypes

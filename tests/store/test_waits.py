@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import tierstore
-from tests.gate import Gate
 from tierstore.errors import TierstoreError
 from tierstore.nn.prefetch import Prefetched
 from tierstore.store.commits import PendingCommit
@@ -170,9 +169,6 @@ OF_OTHERS: Final = {
 """Public names that users do not call, that only look at what others above do, or that one of these has."""
 
 
-# What a caller has begun: each calls ``act`` amid it.
-
-
 def _half_listed(scene: Scene, act: Act) -> None:
     parts = [scene.table.written(), scene.store.written_rows(scene.table), scene.dynamic.written()]
     for each in parts:
@@ -197,7 +193,6 @@ def _backward(scene: Scene, act: Act) -> None:
 
 
 def _once(act: Act) -> Act:
-    """``act``, which does something the first time that it is called."""
     left = [act]
 
     def once() -> None:
@@ -356,7 +351,7 @@ def test_ctrl_c_while_close_waits_for_a_backup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["commit", "close", "rollback"])
-def test_ctrl_c_while_a_commit_is_written(tmp_path: Path, gate: Gate, name: str) -> None:
+def test_ctrl_c_while_a_commit_is_written(tmp_path: Path, gate: Any, name: str) -> None:
     scene = Scene(tmp_path, "disk")
     scene.table.write(IDS, torch.zeros(len(IDS), DIM))
     gate.close("commit: frozen rows written")

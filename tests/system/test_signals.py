@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.children import run
-from tests.faults.cutter import Cutter
+from tests.faults.cuts import Cutter
 from tierstore.system import signals
 from tierstore.system.signals import Flag, shielded
 
@@ -20,7 +20,6 @@ NUMBERS = (signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signa
 
 @pytest.fixture
 def ran() -> Iterator[list[int]]:
-    """The signals whose handlers ran."""
     ran: list[int] = []
 
     def handle(number: int, _frame: object) -> None:

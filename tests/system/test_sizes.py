@@ -1,13 +1,19 @@
-"""Byte sizes as people write them."""
+"""Byte sizes as people write them; what error messages show of a value; plain files; processes of the package."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tierstore.errors import BudgetError
-from tierstore.system import sizes
+from tierstore.errors import BudgetError, FormatError, TierstoreError, TruncatedError
+from tierstore.system import processes, sizes
+from tierstore.system.checks import excerpt, excerpt_names
+from tierstore.system.files import read_plain_file, require_plain_file
 from tierstore.system.sizes import format_size, machine_memory_bytes, parse_size, require_memory
 
 
@@ -120,3 +126,76 @@ def test_quotas_bound_cpus(files: dict[str, str], limit: float, groups: Path, mo
     (groups.parent / "self").write_text("0::/box\n4:cpu,cpuacct:/box\n")
     monkeypatch.setattr(sizes.os, "sched_getaffinity", lambda _: range(64))
     assert sizes.cpu_limit() == limit
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("abc", "'abc'"),
+        ("x" * 81, f"'{'x' * 80}'..."),
+        (b"y" * 10**6, f"b'{'y' * 80}'..."),
+        ("\x1b[2J\n", r"'\x1b[2J\n'"),
+        (10**5000, "an integer of 16610 bits"),
+        (["x" * 100], "['" + "x" * 78 + "..."),
+        ([10**5000], "a list that cannot be printed"),
+    ],
+    ids=range(7),
+)
+def test_excerpts(value: object, expected: str) -> None:
+    assert excerpt(value) == expected
+
+
+def test_names() -> None:
+    assert excerpt_names(["b", "a"]) == "b, a"
+    many = excerpt_names([f"c{i}" for i in range(10**5)])
+    assert many.startswith("c0, c1, ")
+    assert many.endswith("c39 and 99960 more")
+
+
+def test_plain_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    require_plain_file(path)
+    with pytest.raises(FileNotFoundError):
+        read_plain_file(path, 10)
+    with pytest.raises(FileNotFoundError):
+        read_plain_file(path / "below", 10)
+    path.write_bytes(b"")
+    with pytest.raises(TruncatedError, match="file is empty"):
+        read_plain_file(path, 10)
+    path.write_bytes(bytes(10))
+    assert read_plain_file(path, 10) == bytes(10)
+    with pytest.raises(FormatError, match="has 10 bytes and may have 9"):
+        read_plain_file(path, 9)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(FormatError, match="has 1099511627776 bytes"):
+        read_plain_file(path, 10)
+
+
+def test_a_name_that_the_system_refuses(tmp_path: Path) -> None:
+    with pytest.raises(TierstoreError, match="File name too long"):
+        require_plain_file(tmp_path / ("x" * 5000))
+
+
+PACKAGE = Path(processes.__file__).parents[1]
+STARTED = """
+import os, subprocess, sys, tempfile
+os.chdir(folder := tempfile.mkdtemp())
+from tierstore.system.processes import child_options
+os.rmdir(folder)
+code = "import os, sys, numpy, tierstore.system.processes as found; print(os.getcwd(), found.__file__, '' in sys.path)"
+print(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, **child_options()).stdout)
+"""
+
+
+def test_a_child_runs_this_package_though_the_folder_of_the_start_is_gone() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, **{
+        **processes.child_options(), "cwd": None,
+    })  # fmt: skip
+    assert done.stdout.split() == ["/", processes.__file__, "False"], done.stderr
+
+
+def test_all_children_are_started_so() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        started = re.findall(r"subprocess\.(?:Popen|run|call|check_\w+)\(", text)
+        assert len(started) == text.count("**child_options("), path

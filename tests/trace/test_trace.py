@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packed import random_trace
-from tests.recordings import Batch, check, hashed, random_batch
+from tests.recordings import Batch, check, hashed, random_batch, random_trace
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 from tierstore.trace.recorded import ALL, Recorded, is_sampled, last_hash

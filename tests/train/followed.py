@@ -23,7 +23,6 @@ ENDINGS = (".parquet", ".csv", ".csv.gz", "")
 
 
 def rows_of(first: int, count: int) -> dict[str, Any]:
-    """Rows by their numbers, which ``row`` has; a second apart."""
     rows = np.arange(first, first + count)
     ids = rows * 2_654_435_761 >> 7
     return {"label": rows % 2, "row": rows * 1.0, "user": ids % 97, "item": ids % 89, "at": BEGIN + rows}

@@ -40,7 +40,6 @@ def config_of(folder: Path, store: str, **changes: object) -> RunConfig:
 
 
 def commit_scaled(config: RunConfig, factor: float, evaluate: Callable[[DLRM], _T]) -> tuple[int, _T]:
-    """Multiply a run's dense weights and commit them; the version, and what its model gives then."""
     with open_run_store(config) as store, torch.no_grad():
         run = build_run(config, store)
         position = restore_run(run)

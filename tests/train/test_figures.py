@@ -283,7 +283,6 @@ def test_a_run_that_was_begun_with_other_keys_is_refused_before_anything_is_writ
 
 
 def test_a_sweep_is_its_runs_one_by_one_and_goes_on(run_file, tmp_path, capsys):
-    """One run cannot be; the others end as they would alone, and are not run again."""
     words = ["sweep", str(run_file), str(tmp_path / "out"), "--set", "store.ddr=64MiB,1", "--jobs", "2"]
     assert cli.main(words) == 1
     said = capsys.readouterr().out

@@ -90,7 +90,6 @@ def test_a_run_that_follows_ends_in_the_bits_of_one_over_all_rows(tmp_path, fold
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
 @pytest.mark.parametrize(("kills", "seed"), [(6, 1), pytest.param(100, 2, marks=pytest.mark.soak)])
 def test_after_kills_each_row_was_trained_once(tmp_path, kills, seed):
-    """At random instants, as files come and those that were read go."""
     code = "import json; from tests.train.followed import *; "
     code += "print(json.dumps(follow_through_kills(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))"
     told = json.loads(run_child(code, tmp_path, kills, seed, timeout=1800).splitlines()[-1])

@@ -24,10 +24,9 @@ from tests.train.nets import REPORTED
 from tierstore.metrics import Measures, MetricName, Metrics, evaluate, training_loss
 from tierstore.serve.messages import InferTensor
 from tierstore.serve.models import Models
-from tierstore.settings.sections import to_dict
 from tierstore.train import ConfigError
 from tierstore.train.build import build_model, open_data, reader_of_epoch
-from tierstore.train.checkpoint import Position, require_resumable, saved_config
+from tierstore.train.checkpoint import Position, saved_config
 from tierstore.train.config import ModelSection, RunConfig
 from tierstore.train.readers import DataError
 
@@ -63,15 +62,6 @@ def test_a_killed_run_goes_on_to_the_same_bits(run, monkeypatch, kind):
     assert whole.bits != plain.bits
     with pytest.raises(ValueError, match=r"trained with (embedding|data|model|train|optimizer)\."):
         run("plain", resume=True, **settings)
-
-
-def test_a_run_of_before_a_key_has_its_default(folder):
-    config = config_of(folder, "none")
-    saved = {name: {k: v for k, v in keys.items() if k != "shuffle_rows"} for name, keys in to_dict(config).items()}
-    store = SimpleNamespace(version=1, tables={}, directory="old", extra={"tierstore.train": {"config": saved}})
-    require_resumable(store, config)
-    with pytest.raises(ValueError, match=r"data\.shuffle_rows = 0, not 96"):
-        require_resumable(store, config_of(folder, "none", **SETTINGS["shuffled"]))
 
 
 def test_a_class_has_tables_of_their_own_keys_and_is_committed_whole(run):

@@ -84,7 +84,6 @@ def jagged(columns, rule, rows):
 
 @pytest.fixture(scope="module")
 def by_hand(config, columns, tmp_path_factory):
-    """The digest of a plain loop, and the probabilities that its model gives all rows."""
     config = stored_in(config, tmp_path_factory.mktemp("by hand") / "store")
     rule, targets = config.data.rule, torch.tensor([float(label == 1) for label in columns["clicked"]])
     with open_run_store(config) as store:

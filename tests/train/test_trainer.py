@@ -382,8 +382,6 @@ def test_on_a_gpu_budgets_and_depths_change_no_bit(run):
 
 
 class Tables(torch.nn.Module):
-    """What towers ask of tables."""
-
     def embedding_bag_configs(self):
         return [tierstore.TableConfig(name=f"C{i}", num_embeddings=9, embedding_dim=4) for i in range(1, 27)]
 

@@ -41,20 +41,17 @@ def change(folder: Path, seed: int, *, keep: int = 1, names: tuple[str, ...] = (
 
 
 def make(source: Path, since: int = 0, **settings: Any) -> Update:
-    """An update in a folder beside the store."""
     folder = source.with_name(f"{source.name} updates")
     folder.mkdir(exist_ok=True)
     return write_update(source, folder / str(len(list(folder.iterdir()))), since=since, **settings)
 
 
 def source_of(directory: Path) -> Head:
-    """Which version a store would publish."""
     with open_source(directory) as (manifest, tier, _):
         return source_in(manifest, tier)
 
 
 def contents(directory: Path) -> dict[str, Tensor]:
-    """Every row of every table, as bits."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return {name: table.read(torch.arange(ROWS)).view(torch.uint8) for name, table in store.tables.items()}
 

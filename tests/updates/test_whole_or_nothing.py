@@ -48,7 +48,6 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
 
 @pytest.fixture(scope="module")
 def first(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A replica of version 1, to be copied."""
     apply_update(directory := tmp_path_factory.mktemp("first") / "replica", forked.first.path)
     return directory
 
@@ -59,7 +58,6 @@ def replica(first: Path, tmp_path: Path) -> Path:
 
 
 def tables_of(directory: Path) -> list[str]:
-    """What a reader sees."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return list(store.tables)
 
@@ -190,8 +188,6 @@ def test_another_store_or_table_is_refused_even_if_it_would_fit(replica, forked,
 
 
 class Writer(Child):
-    """Another process, which writes a replica that this one has open."""
-
     replica: Path
 
     def apply(self, update: Update) -> None:
@@ -215,7 +211,6 @@ def writer(replica: Path, writer_process: Writer) -> Writer:
 
 @pytest.fixture
 def reader(replica: Path) -> Iterator[tierstore.Store]:
-    """As a server's: open all the while."""
     with tierstore.open(replica, mode="r", **SMALL) as store:
         store["item"].read(torch.arange(9))
         yield store

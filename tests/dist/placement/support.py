@@ -32,7 +32,6 @@ def table(name: str, num_rows: int, dim: int = 8) -> TableConfig:
 
 
 def trace_of(tables: list[TableConfig], *, samples: int = 64, batches: int = 3, seed: int = 0) -> Trace:
-    """Two ids a sample, the first rows of a table more often than the others."""
     generator, size = np.random.default_rng(seed), 2 * samples * batches
     offsets = np.arange(0, size + 1, 2)
     ids = {each.name: (each.num_embeddings * generator.random(size) ** 3).astype(np.int64) for each in tables}

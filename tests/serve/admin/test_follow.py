@@ -36,7 +36,6 @@ from tierstore.updates.listing import Offered
 
 
 def require_same(replica: Shown, source: Path) -> None:
-    """It shows the source's version, and its rows."""
     assert replica.store.extra["tierstore.update"] == source_of(source).origin._asdict()
     replica.close()
     assert same(contents(replica.directory), contents(source))
@@ -407,7 +406,6 @@ def test_one_process_writes_all_updates_of_a_server_whose_loop_never_waits(sourc
 
 @pytest.mark.slow
 def test_commands_of_two_processes(source, tmp_path, stack):
-    """``tierstore publish`` and ``tierstore serve --from`` as users start them."""
     (token := tmp_path / "token").write_text("secret\n")
     code = "import sys; from tierstore.cli import main; main(sys.argv[1:])"
     words = ["publish", str(source), "--port", "0", "--token-file", str(token)]

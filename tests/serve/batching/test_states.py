@@ -34,7 +34,6 @@ class SteppedLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def settle(self) -> None:
-        """Run what is ready, and what that makes ready."""
         for _ in range(PASSES):
             self.call_soon(self.stop)
             self.run_forever()
@@ -45,8 +44,6 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
 
 class SteppedExecutor(Executor):
-    """Jobs run where ``run_next`` is called."""
-
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.is_shut_down = False
@@ -147,8 +144,6 @@ class BatcherMachine(RuleBasedStateMachine):
         self.expected: list[Asked] | None = None
         self.last_run = -1
         self.faults: list[AssertionError] = []
-
-    # What happens, in the model and in fact.
 
     def end(self, asked: Asked, outcome: str) -> None:
         assert not asked.outcome
@@ -267,8 +262,6 @@ class BatcherMachine(RuleBasedStateMachine):
             assert not any(each.outcome for each in queries), "run again for nobody"
             assert queries[0].number > self.last_run, "the halves in order"
         self.last_run = queries[0].number if len(queries) == 1 else -1
-
-    # Rules.
 
     @rule(queries=st.lists(QUERIES, min_size=1, max_size=8))
     def submit(self, queries: list[tuple[int, int | None, bool, bool, int]]) -> None:

@@ -143,9 +143,6 @@ def test_grpc_has_all_options_that_are_set():
     assert [name for name, _ in _options(Limits(), reuse_port=True) if name.encode() + b"\0" not in library] == []
 
 
-# The bytes of messages: which are refused that REST cannot send, and the wire format against protobuf's own.
-
-
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
 
 
@@ -187,16 +184,9 @@ def test_splitting_reads_what_protobuf_reads(data):
     assert split == service_pb2.ModelInferRequest.FromString(data)
 
 
-# Clients that accept no answers, send no requests, or reset calls: each loses that call, and nobody else any.
-
-
 class RawClient:
     """A gRPC client over HTTP/2 alone: it can ask and not accept the answer, or begin to ask and not end.
-
-    Args:
-        port: of a server on this machine.
-        window_bytes: that the server may send of each call's answer, and never more.
-    """
+    ``window_bytes``: that the server may send of each call's answer, and never more."""
 
     def __init__(self, port: int, *, window_bytes: int = 1024) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), SECONDS)

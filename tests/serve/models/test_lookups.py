@@ -17,8 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tierstore
-from tests.serve.models.programs import OfDict, save, save_two_tables
-from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, require_refused, tensor
+from tests.serve.models.stores import (
+    DIMS,
+    POOLINGS,
+    ROWS,
+    Counted,
+    OfDict,
+    asked,
+    make_store,
+    require_refused,
+    save,
+    save_two_tables,
+    tensor,
+)
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import InferTensor, objects
 from tierstore.serve.models import Models, load_program
@@ -257,9 +268,6 @@ def test_offsets_with_the_end_and_without_stand_for_lengths(narrow, name):
     assert len({each.tobytes() for outputs in found for each in outputs.values()}) == 1
 
 
-# A program of torch.export against calling it by hand.
-
-
 FEATURES = ("sums", "peaks")
 Arrays = dict[str, Any]
 
@@ -289,7 +297,6 @@ def query(seed: int, samples: int) -> tuple[dict[str, InferTensor], list[list[li
 
 
 def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor], bags: Any) -> Arrays:
-    """The program as its author calls it."""
     sums, peaks = bags
     ids = torch.tensor([each for bag in sums for each in bag], dtype=torch.int64)
     offsets = torch.tensor(np.cumsum([0, *map(len, sums)]))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import tierstore
 from tests.serve.clients import Client
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import save_two_tables
-from tests.serve.models.stores import Counted, asked, make_store, require_refused, tensor
+from tests.serve.models.stores import Counted, asked, make_store, require_refused, save_two_tables, tensor
 from tests.serve.whole import FREE_PORTS, serving
 from tests.train.readers.rows import matrix
 from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
@@ -160,9 +159,6 @@ def test_weights_are_required_whole(trained, store):
         ranking.require(tensors | {name: tensors[name].reshape(-1)[:0]})
 
 
-# Linear layers in fewer bits: models compute in just the arithmetic of a reference.
-
-
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instructions the arithmetic is the same, and slow."""
@@ -180,8 +176,6 @@ class Rounded(nn.Module):
 
 
 class Quantized(nn.Module):
-    """The arithmetic of int8, by numpy."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.levels, self.scales = quantized(linear.weight.detach().numpy())
@@ -204,7 +198,6 @@ either = pytest.mark.parametrize("dense", REFERENCES)
 
 
 def with_reference(model: nn.Module, dense: str) -> nn.Module:
-    """Its large layers replaced."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child.weight.numel() >= 16_384:

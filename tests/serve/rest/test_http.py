@@ -122,7 +122,6 @@ def echo(count: int, *, is_binary_output: bool = True) -> bytes:
 
 
 def test_long_bodies_are_taken_apart_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short ones in the loop."""
     threads: list[int] = []
 
     def parse(body: bytes, **options: Any) -> infer_body.InferCall:
@@ -168,9 +167,6 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         for sock in opened:
             sock.close()
         server.wait_free()
-
-
-# Clients that are slow, greedy or speak nonsense: each is refused or cut off, and nobody else notices.
 
 
 SHORT = 0.3
@@ -292,7 +288,6 @@ ENDLESS = [b"GET /", b"GET /v2 HTTP/1.1\r\nhost: ", b"GET /v2 HTTP/1.1\r\n", CHU
 
 @pytest.mark.parametrize("start", [*ENDLESS, CHUNKED + b"5;extension="])
 def test_headers_that_are_too_long(patient: Fronted, start: bytes) -> None:
-    """Whether they end or not, and in fields of any length."""
     for piece, end in ((b"a" * 1000, b""), (b"a" * 5000, b" HTTP/1.1\r\nhost: a\r\n\r\n"), (b"a: b\r\n" * 200, b"")):
         with patient.connect() as sock:
             num_sent, answered = 0, b""

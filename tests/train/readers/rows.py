@@ -77,7 +77,6 @@ def values_of(categories):
 
 
 def bags(categories):
-    """The bags of each row, a list for each column."""
     values = values_of(categories)
     return [
         [values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
@@ -86,7 +85,6 @@ def bags(categories):
 
 
 def matrix(categories):
-    """Of columns that have at most one category a row: [n, F], -1 where there is none."""
     return np.array([[(*bag, -1)[0] for bag in row] for row in bags(categories)], np.int64)
 
 

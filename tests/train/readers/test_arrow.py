@@ -96,7 +96,6 @@ def test_labels(path):
 
 
 def test_ids_are_any_int64_and_the_same_in_every_format(tmp_path):
-    """Without dense columns."""
     ids, schema = [5, -(2**63), -17, 2**63 - 1, 0], Schema(label="y", dense=(), sparse=("c",), rule=IDS)
     write(tmp_path / "ids.parquet", pa.array([*ids, None]))
     write(tmp_path / "texts.parquet", [*map(str, ids), None])
