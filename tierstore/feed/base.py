@@ -1,8 +1,4 @@
-"""A feed takes what each commit of a store changed to a sink; the contract of sinks.
-
-A sink keeps with its rows which commit they are of. If that is earlier than what the sink acknowledged, as in a Redis
-that began again with an older snapshot, or is none that the store's commits were made from, it gets all rows.
-"""
+"""A feed takes what each commit of a store changed to a sink; the contract of sinks."""
 
 import abc
 import math

@@ -21,10 +21,7 @@ _PARTIAL: Final = ".partial"  # a name that readers of data sets skip
 
 
 class ParquetSink(Sink):
-    """Folders in order of their names, numbers of 12 digits. All but the last may be moved away.
-
-    ``PLACE.parquet`` has ``id``, int64, and ``vector``, float32 of the table's dim; null: the id is deleted.
-    ``manifest.json`` has what else a ``Change`` says; ``files`` names their tables.
+    """Folders in order of their names, numbers of 12 digits. docs/online.md says what is in each.
 
     Raises:
         TierstoreError: another feed writes there. OSError. ValueError: a URL. ImportError, by ``apply``: no pyarrow.

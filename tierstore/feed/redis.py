@@ -1,7 +1,4 @@
-"""Rows in Redis: the value of the key ``PREFIX:TABLE:ID`` is the row's bytes, little-endian.
-
-``PREFIX#position`` is the sink's position in JSON, version 0 while a full copy is taken.
-"""
+"""Rows in Redis, by the keys in docs/online.md; the position, in JSON, has version 0 while a full copy is taken."""
 
 import contextlib
 import json
@@ -51,11 +48,13 @@ class RedisSink(Sink):
         self._rows, self._position, self._is_stored = f"{prefix}:", f"{prefix}#position", dtype == "stored"
         self._seen: tuple[str, bytes | None] = "", None  # the server's process, and what the position was
         self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
-        self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
+        if re.match(r"rediss?://[^/?]*/\d*[^\d?]", url):  # redis-py would take database 0
+            raise ValueError(f"{self.name}: a database is a number, as in redis://localhost:6379/0")
         with self._errors():
             try:
+                self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
                 is_new = not self._redis.exists(self._position)
-            except TypeError as error:  # what the URL asks for is not known
+            except (TypeError, ValueError) as error:  # what the URL asks for is not known
                 raise ValueError(f"{self.name}: {error}; see redis.Redis.from_url") from None
             if is_new and next(self._redis.scan_iter(f"{self._rows}*", _PAGE), None):
                 raise ValueError(f"{self.name}: there are keys that no feed wrote; choose another prefix")
@@ -65,7 +64,8 @@ class RedisSink(Sink):
         try:
             yield
         except self._error as error:
-            raise TierstoreError(f"{self.name}: {error}; the same command goes on once Redis takes rows") from error
+            reason = str(error).rpartition("of pipeline caused error: ")[2]  # what is before it has rows' bytes
+            raise TierstoreError(f"{self.name}: {reason}; the same command goes on once Redis takes rows") from error
 
     def position(self) -> Position | None:
         """As ``Sink.position``. ValueError: the key is not a feed's."""
