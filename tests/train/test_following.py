@@ -125,13 +125,18 @@ def test_it_ends_goes_on_and_knows_what_it_has_read(tmp_path, folder, caplog):
 
 def test_files_that_are_not_whole_are_waited_for_then_refused(folder, caplog):
     cut = put(folder, "1.parquet", rows_of(10, 10)).read_bytes()[:-4]
-    for name in (".0.parquet", "_0.parquet", "0.parquet.part", "0.part.csv", "0_tmp.parquet", "_tmp/0.parquet"):
+    waiting = [".0.parquet", "_0.parquet", "0.parquet.part", "0.part.csv", "0_tmp.parquet", "_tmp/0.parquet"]
+    for name in (*waiting, "0.json", "1.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(cut)
     (folder / "0.parquet").write_bytes(cut)
+    put(folder, "0.part.7.parquet", rows_of(5, 5))
     reader = reader_of(folder, late="skip")
+    (folder / "day").symlink_to(folder.parent)
     assert taken(reader) == []
-    put(folder, "0.parquet", rows_of(0, 10))
+    left_out = [each.getMessage().split()[0] for each in caplog.records]
+    assert left_out == [str(folder / "0.json"), str(folder / "day")], "files of an ending, and folders, are named once"
+    put(folder, "0.parquet", rows_of(0, 5))
     assert taken(reader) == [*range(20)]
     (folder / "2.parquet").write_bytes(b"PAR1")
     put(folder, "3.parquet", rows_of(20, 10))

@@ -22,7 +22,7 @@ from .npy import NpyReader
 
 _LOG: Final = logging.getLogger("tierstore")
 END_MARKER: Final = "_END"
-_TEMPORARY: Final = re.compile(r"(\.part|[._]tmp)(\.|$)", re.IGNORECASE)
+_TEMPORARY: Final = re.compile(r"(\.part(\.[a-z].*)?|[._]tmp(\..*)?)$", re.IGNORECASE)
 _POLL_SECONDS, _STALL_SECONDS = 0.1, 60.0
 _LIST_SHARE: Final = 10  # a folder is listed again after so many times what listing it took
 _REMEMBERED: Final = 100  # files that were read last, by which a run that goes on knows which came late
@@ -57,6 +57,7 @@ class FollowingReader(Reader):
             raise ValueError("order='time' goes by event times: name their column (data.time_column)")
         self._by_time, self._skips, self._settle_seconds = order == "time", late == "skip", settle_seconds
         self._quoting, self._until, self._checks_files = quoting, until, checks_files
+        self._left_out = set[str]()  # endings of which one was logged
         self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": [], "is_cut": False})
 
     def seek(self, position: dict[str, Any]) -> None:
@@ -129,9 +130,15 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        self._sure, names = (  # the second listing has all that came before a file of the first
-            {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
+        listings = [names_below(self.path) for _ in "12"]  # the second has all that came before a file of the first
+        self._sure, names = (
+            {name.removesuffix("/label.npy") for name in listed if is_data(name, endings)} for listed in listings
         )
+        others = [name for name in listings[1] if not name.lower().endswith((*endings, ".npy"))]
+        for name in filterfalse(_TEMPORARY.search, others):
+            if is_data(name, ("",)) and (ending := Path(name).suffix) not in self._left_out:
+                self._left_out.add(ending)
+                _LOG.warning("%s and what ends like it is left out: it is no Parquet, CSV or array", self.path / name)
         self._read, self._earlier = self._read & names, self._earlier & names
         self._listing += 1
         found = filterfalse(_TEMPORARY.search, names - self._read)
