@@ -249,8 +249,7 @@ class Metrics:
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, rank: int = 0) -> None:
         """Take what one of the same measures gave; the rows of the window go to rank 0."""
-        self._kept, self.rows = Predictions(), 0
         self._totals = tuple(state[name].numpy() for name in _TOTALS if name in state)
-        if "labels" in state:
-            own = [state[name][: None if rank == 0 else 0] if name in state else None for name in _COLUMNS]
-            self.update(*own, total_rows=len(state["labels"]))
+        own = {name: state[name][: None if rank == 0 else 0] for name in _COLUMNS if name in state}
+        self._kept, self.rows = Predictions(), len(state.get("labels", ()))
+        self._kept._batches = [own] if own else []

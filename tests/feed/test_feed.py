@@ -319,6 +319,14 @@ def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(
         client.mset(dict.fromkeys(range(5000), "another's"))
         assert main([*words, "--ttl", "1000"]) == 0
         assert client.info("commandstats")["cmdstat_scan"]["calls"] < 50
+        assert main([*words, "--dtype", "float32"]) == 0
+        assert client.ttl("shop:half:0") == -1
+        assert {len(client.get(f"shop:half:{each}")) for each in range(3)} == {4 * DIM}, "rows of one type"
+        position = json.loads(client.get("shop#position"))
+        client.set("shop#position", json.dumps(position[:5]))  # as an older release wrote it
+        assert main([*words, "--dtype", "float32"]) == 0
+        assert "nothing is new" in capsys.readouterr().out
+        assert main([*words, "--ttl", "1000"]) == 0
         assert (client.get("shop:half:2"), 0 < client.ttl("shop:half:0") <= 1000) == (row, True)
         others = [f"shop:half:{2**63}", f"shop:half:{'9' * 5000}", b"shop:\xff:1", "cart:item:17"]
         client.mset(dict.fromkeys(others, "another's"))

@@ -45,7 +45,7 @@ class RedisSink(Sink):
             raise ValueError(f"prefix={excerpt(prefix)} may have letters, digits, '_', '.' and '-', as in 'shop'")
         require_choice(dtype, ("float32", "stored"), "dtype")
         self._ttl = None if ttl is None else require_int(ttl, "ttl", 1, 2**31)
-        self._rows, self._position, self._is_stored = f"{prefix}:", f"{prefix}#position", dtype == "stored"
+        self._rows, self._position, self._dtype = f"{prefix}:", f"{prefix}#position", dtype
         self._seen: tuple[str, bytes | None] = "", None  # the server's process, and what the position was
         self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
         if re.match(r"rediss?://[^/?]*/\d*[^\d?]", url):  # redis-py would take database 0
@@ -73,7 +73,10 @@ class RedisSink(Sink):
             # The process first: after a restart, what was read may be lost.
             self._seen = self._redis.info("server")["run_id"], self._redis.get(self._position)
         try:
-            return Position(*found) if (found := json.loads(self._seen[1] or b"null")) else None
+            *found, options = [*(json.loads(self._seen[1] or b"null") or ()), ["float32", None]][:6]  # older: none
+            if found and options != [self._dtype, self._ttl]:
+                found[:2] = 0, ""  # all rows come again
+            return Position(*found) if found else None
         except (ValueError, TypeError):
             raise ValueError(f"{self.name}: no feed wrote {self._position}; choose another prefix") from None
 
@@ -100,7 +103,7 @@ class RedisSink(Sink):
             if (pipe.info("server")["run_id"], pipe.get(self._position)) != self._seen:
                 raise TierstoreError(f"{self.name} was started again, or another feed writes there: take it once more")
             pipe.multi()
-            pipe.set(self._position, text := json.dumps(position).encode())
+            pipe.set(self._position, text := json.dumps([*position, [self._dtype, self._ttl]]).encode())
             pipe.execute()
         self._seen = self._seen[0], text
 
@@ -108,7 +111,7 @@ class RedisSink(Sink):
         head, values, rows = f"{self._rows}{batch.table}:".encode(), batch.values, list[bytes]()
         keys = [b"%b%d" % (head, each) for each in batch.ids.tolist()]
         if values is not None:
-            raw = (values if self._is_stored else values.float()).contiguous().view(torch.uint8).numpy()
+            raw = (values if self._dtype == "stored" else values.float()).contiguous().view(torch.uint8).numpy()
             rows = raw.view(f"V{raw.shape[1]}")[:, 0].tolist()
         pipe = self._redis.pipeline(transaction=False)
         for first in range(0, len(keys), _ROWS):
