@@ -318,6 +318,9 @@ def test_what_cannot_be_read_in_full_is_an_error(folder, tmp_path):
     with pytest.raises(DataError, match=r"1.csv, row 0: no event time"):
         taken(reader_of(folder, order="time"))
     assert next(reader_of(folder).batches(HASHER, batch_size=4)).event_time is None
+    for key, choices in (("order", "name, time"), ("late", "error, skip")):
+        with pytest.raises(ValueError, match=f"{key}='Time' is not one of {choices}"):
+            reader_of(folder, **{key: "Time"})
     with pytest.raises(DataError, match=r"none is no folder: make it"):
         reader_of(tmp_path / "none")
     for key, message in (("data__shuffle_rows", "data.follow = True"), ("train__epochs", "train.epochs = 16")):

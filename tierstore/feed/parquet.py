@@ -22,11 +22,8 @@ _PARTIAL: Final = ".partial"  # a name that readers of data sets skip
 
 class ParquetSink(Sink):
     """Folders in order of their names, numbers of 12 digits. docs/online.md says what is in each.
-
-    Raises:
-        TierstoreError: another feed writes there. OSError. ValueError: a URL. ImportError, by ``apply``: no pyarrow.
-        FormatError: as ``position``.
-    """
+    TierstoreError: another feed writes there. ValueError: a URL. FormatError: as ``position``. OSError. ImportError, by
+    ``apply``: no pyarrow."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder, self.name = Path(folder).absolute(), os.fspath(folder)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, filterfalse, takewhile
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from ...system.checks import require_choice
 from .arrow import ParquetReader, is_data, names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema
 from .categories import FeatureHasher
@@ -50,6 +51,8 @@ class FollowingReader(Reader):
         self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA, quoting: bool = True, order: FollowOrder = "name",
         late: LateFiles = "error", settle_seconds: float = 1.0, until: float = math.inf, checks_files: bool = True,
     ) -> None:  # fmt: skip
+        require_choice(order, get_args(FollowOrder), "order")
+        require_choice(late, get_args(LateFiles), "late")
         self.path, self.schema, self.files = Path(path), schema, ()
         if not self.path.is_dir():
             raise DataError(f"{path} is no folder: make it, or name the one that files come to")
