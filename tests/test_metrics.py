@@ -136,12 +136,21 @@ def test_far_out_and_undefined() -> None:
     (metrics := Metrics(Measures(names=NAMES))).update(labels, np.array([math.nan, 1.0]), None, np.zeros(2, int))
     assert all(map(math.isnan, metrics.compute().values())), "a run goes on"
     for columns, reason in (
-        ((labels, np.array([0.5])), r"labels \[2\] must be 0 or 1, and as many as logits \[1\]"),
+        ((labels, np.array([0.5])), r"labels \[2\] must be as many as logits \[1\]"),
+        ((labels, np.ones((2, 1))), r"labels \[2\] must be 0 or 1, and as many as logits \[2, 1\]"),
         ((np.array([0, 2]), np.array([0.5, 0.5])), "must be 0 or 1"),
         ((labels, np.array([0.5, math.nan])), "diverged"),
-        ((labels, np.array([0.5, 0.5]), np.ones(1)), "as many as the 2 rows"),
+        ((labels, labels, np.ones(1)), r"weights \[1\] must be as many as logits \[2\]"),
+        ((labels, labels, np.ones((2, 2))), r"weights \[2, 2\] must be as many"),
+        ((labels, labels, np.array([-1, 2])), r"weights must be 0 or more, not -1.0"),
+        ((labels, labels, np.array([math.nan, 2])), r"weights must be 0 or more, not nan"),
+        ((labels, labels, None, np.array([0.1, 0.2])), "groups are torch.float64; number them"),
     ):
         with pytest.raises(ValueError, match=reason):
             evaluate(*columns)
+    with pytest.raises(ValueError, match="a batch has labels, logits, weights, the first had labels, logits, groups"):
+        metrics.update(labels, labels, np.ones(2))
+    with pytest.raises(ValueError, match=r"names=\['AUC'\]: expected some of auc, "):
+        Measures(names=("ne", "AUC"))
     with pytest.raises(ValueError, match="no column says which rows are at=seven, at=US: give int64"):
         evaluate(labels, np.zeros(2), measures=MEASURES)

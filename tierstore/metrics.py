@@ -13,7 +13,7 @@ Rows count by their weights, pairs by the product of two, groups once. NaN: not 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -96,6 +96,10 @@ class Measures:
     label_weights: tuple[float, ...] = ()
     segments: Mapping[int, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.names if name not in TITLES]:
+            raise ValueError(f"names={unknown}: expected some of {', '.join(TITLES)}")
+
     def named(self, sums: Float64s, ranks: Float64s, prefix: str = "") -> dict[str, float]:
         """Figures, as of ``Evaluation``, of what ``Predictions.measured`` gives."""
         loss, weight, positive, chances = np.moveaxis(sums, -1, 0)
@@ -117,7 +121,7 @@ class Predictions:
     """Labels and logits of batches, and their rows' weights, groups and segments, as they were given."""
 
     def __init__(self) -> None:
-        self._batches: list[list[Any]] = []
+        self._batches: list[dict[str, Tensor]] = []  # by names of ``_COLUMNS``
 
     @classmethod
     def merged(cls, parts: "Sequence[Predictions]") -> "Predictions":
@@ -128,68 +132,73 @@ class Predictions:
 
     def add(self, labels: Any, logits: Any, *of_rows: Any) -> None:
         """Add a batch of tensors or arrays, which are not copied: labels, 0 or 1, and logits, [B] or [B, L]; then, or
-        None, weights [B], groups, int64 [B], -1 for none, and segments' categories, int64 [B]. Waits for no device."""
+        None, weights [B], groups, int64 [B], -1 for none, and segments' categories, int64 [B]. Waits for no device.
+        ValueError: a column has another length or type, or other columns came before."""
         logits = torch.as_tensor(logits).detach()
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
-        columns = (labels, logits, *of_rows, None, None, None)[: len(_COLUMNS)]
-        self._batches.append([None if each is None else torch.as_tensor(each) for each in columns])
+        columns = zip(_COLUMNS, (labels, logits, *of_rows), strict=False)
+        batch = {name: torch.as_tensor(each) for name, each in columns if each is not None}
+        if batch.keys() != (first := [*self._batches, batch][0]).keys():
+            raise ValueError(f"a batch has {', '.join(batch)}, the first had {', '.join(first)}: give all the same")
+        for name, each in batch.items():
+            if len(each) != len(logits) or (name in _COLUMNS[2:] and each.ndim > 1):
+                raise ValueError(f"{name} {list(each.shape)} must be as many as logits {list(logits.shape)}")
+            if name in _COLUMNS[3:] and each.is_floating_point():
+                raise ValueError(f"{name} are {each.dtype}; number them: torch.unique(..., return_inverse=True)")
+        self._batches.append(batch)
 
-    def columns(self) -> list[Any]:
-        """Of all rows, a copy of what ``add`` takes; nothing without batches."""
-        columns = zip(*self._batches, strict=True)
-        return [None if own[0] is None else torch.cat([own[0].to(own[-1].device), *own[1:]]) for own in columns]
+    def columns(self) -> dict[str, Tensor]:
+        """Of all rows, a copy of what ``add`` took, by name."""
+        columns = {name: [each[name] for each in self._batches] for name in [*self._batches, {}][0]}
+        return {name: torch.cat([own[0].to(own[-1].device), *own[1:]]) for name, own in columns.items()}
 
     def __getstate__(self) -> Any:  # arrays, which are faster to pickle than tensors
-        return [[None if each is None else each.cpu().numpy() for each in own] for own in self._batches]
+        return [{name: each.cpu().numpy() for name, each in own.items()} for own in self._batches]
 
     def __setstate__(self, state: Any) -> None:
-        self._batches = [[None if each is None else torch.from_numpy(each) for each in own] for own in state]
+        self._batches = [{name: torch.from_numpy(each) for name, each in own.items()} for own in state]
 
     def evaluate(self, measures: Measures = Measures()) -> Evaluation:
-        """ValueError: there are no rows, a label is not 0 or 1, lengths differ, segments lack, or a logit is NaN."""
+        """ValueError: there are no rows, a label is not 0 or 1, a weight below 0, segments lack, or a logit is NaN."""
         sums, ranks = self.measured(measures)
         if np.isnan(sums).any():
             raise ValueError("scores hold NaN; the model has diverged")
         figures = measures.named(sums, ranks)
         auc, loss = (figures.get(name, math.nan) for name in ("auc", "log_loss"))
-        return Evaluation(sum(len(each[0]) for each in self._batches), auc, loss, figures)
+        return Evaluation(sum(len(each["labels"]) for each in self._batches), auc, loss, figures)
 
     def measured(self, measures: Measures) -> tuple[Float64s, Float64s]:
         """What adds up over windows: [L, 1 + S, 4], ``_sums`` of all rows and of each segment; [L, 2 + S, 2],
         ``_pairs`` of these, then the sum of groups' AUC, and how many. ValueError as of ``evaluate``, but for NaN."""
-        columns: Any = [None if each is None else each.cpu().numpy() for each in self.columns()]
-        if not columns or not len(columns[0]):
+        columns: Any = {name: each.cpu().numpy() for name, each in self.columns().items()}
+        if not len(columns.get("labels", ())):
             raise ValueError("there are no rows to evaluate")
-        labels, logits, weights, groups, segments = columns
-        if any(len(each) != len(labels) for each in columns[2:] if each is not None):
-            raise ValueError(f"weights, groups and segments must be as many as the {len(labels):,} rows")
+        labels, logits, weights, groups, segments = map(columns.get, _COLUMNS)
         if labels.shape != logits.shape or not np.isin(labels, (0, 1)).all():
             raise ValueError(f"labels {list(labels.shape)} must be 0 or 1, and as many as logits {list(logits.shape)}")
         weights = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+        if not weights.min() >= 0:
+            raise ValueError(f"weights must be 0 or more, not {weights.min()}")
         groups = np.full(len(labels), -1) if groups is None else groups
-        known = np.array([*measures.segments], np.int64)
-        if len(known) and segments is None:
+        if measures.segments and segments is None:
             raise ValueError(f"no column says which rows are {', '.join(measures.segments.values())}: give int64 [n]")
-
-        def parts() -> Iterator[Bools]:  # one at a time: they may be a hundred
-            yield np.ones(len(labels), np.bool_)
-            yield from (segments == each for each in known)
-            if len(known):
-                yield ~np.isin(segments, known)
-
+        part = np.full(len(labels), len(measures.segments))
+        for number, category in enumerate(measures.segments):
+            part[segments == category] = number
         pairs = zip(np.atleast_2d(labels.T != 0), np.atleast_2d(logits.T), strict=True)
-        found = [_of_label(*pair, weights, groups, parts(), measures.names) for pair in pairs]
+        found = [_of_label(*pair, weights, groups, part, measures) for pair in pairs]
         return np.stack([sums for sums, _ in found]), np.stack([ranks for _, ranks in found])
 
 
-def _of_label(label: Any, logit: Any, weight: Any, group: Any, parts: Any, names: Any) -> tuple[Float64s, Float64s]:
-    order = np.argsort(logit) if {"auc", "gauc"} & {*names} else np.empty(0, np.int64)
+def _of_label(label: Any, logit: Any, weight: Any, group: Any, part: Any, measures: Any) -> tuple[Float64s, Float64s]:
+    order = np.argsort(logit) if {"auc", "gauc"} & {*measures.names} else np.empty(0, np.int64)
     sums, ranks = list[Float64s](), list[Any]()
-    for at in parts:
-        rows = order[at[order]] if "auc" in names else order[:0]
+    for number in range(-1, len(measures.segments) + bool(measures.segments)):
+        at = part == number if number >= 0 else part >= 0  # -1: all
+        rows = order[at[order]] if "auc" in measures.names else order[:0]
         sums.append(_sums(label[at], logit[at], weight[at]))
         ranks.append(_pairs(label[rows], logit[rows], weight[rows]).sum(axis=0)[:2])
-    rows = order[group[order] != -1] if "gauc" in names else order[:0]
+    rows = order[group[order] != -1] if "gauc" in measures.names else order[:0]
     pairs = _pairs(label[rows], logit[rows], weight[rows], group[rows])
     right, every, _ = pairs[pairs[:, 1:].all(axis=1)].T
     ranks.append([(right / every).sum(), len(every)])
@@ -235,15 +244,12 @@ class Metrics:
 
     def state_dict(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, Tensor]:
         """The same in all processes; with what ``load_state_dict`` takes it goes on to the same bits."""
-        parts = gather(self._kept) if self.measures.names else []
-        columns = zip(_COLUMNS, Predictions.merged(parts).columns(), strict=False)
-        found = {name: each for name, each in columns if each is not None}
+        found = Predictions.merged(gather(self._kept) if self.measures.names else []).columns()
         return found | {name: torch.from_numpy(each) for name, each in zip(_TOTALS, self._totals, strict=False)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, rank: int = 0) -> None:
         """Take what one of the same measures gave; the rows of the window go to rank 0."""
-        self._kept, self.rows = Predictions(), 0
         self._totals = tuple(state[name].numpy() for name in _TOTALS if name in state)
-        if "labels" in state:
-            own = [state[name][: None if rank == 0 else 0] if name in state else None for name in _COLUMNS]
-            self.update(*own, total_rows=len(state["labels"]))
+        own = {name: state[name][: None if rank == 0 else 0] for name in _COLUMNS if name in state}
+        self._kept, self.rows = Predictions(), len(state.get("labels", ()))
+        self._kept._batches = [own] if own else []

@@ -310,7 +310,9 @@ def test_a_sink_takes_the_rows_of_one_store(
         assert in_redis(url) == other.state
 
 
-def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callable[[], str], tmp_path: Path) -> None:
+def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(
+    new_redis: Callable[[], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import redis
 
     url, row = new_redis(), torch.ones(DIM, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
@@ -322,11 +324,25 @@ def test_redis_has_the_stored_type_a_prefix_and_a_time_to_live(new_redis: Callab
         client.mset(dict.fromkeys(range(5000), "another's"))
         assert main([*words, "--ttl", "1000"]) == 0
         assert client.info("commandstats")["cmdstat_scan"]["calls"] < 50
+        assert main([*words, "--dtype", "float32"]) == 0
+        assert client.ttl("shop:half:0") == -1
+        assert {len(client.get(f"shop:half:{each}")) for each in range(3)} == {4 * DIM}, "rows of one type"
+        position = json.loads(client.get("shop#position"))
+        client.set("shop#position", json.dumps(position[:5]))  # as an older release wrote it
+        assert main([*words, "--dtype", "float32"]) == 0
+        assert "nothing is new" in capsys.readouterr().out
+        assert main([*words, "--ttl", "1000"]) == 0
         assert (client.get("shop:half:2"), 0 < client.ttl("shop:half:0") <= 1000) == (row, True)
         others = [f"shop:half:{2**63}", f"shop:half:{'9' * 5000}", b"shop:\xff:1", "cart:item:17"]
         client.mset(dict.fromkeys(others, "another's"))
         assert main([*words, "--table", "half"]) == 0  # a full copy
         assert client.exists(*others) == len(others)
+        client.config_set("maxmemory", 1)
+        store["half"].write(torch.arange(2), torch.ones(2, DIM))
+        store.commit()
+        assert main([*words, "--table", "half"]) == 1
+        assert "prefix shop: command not allowed" in capsys.readouterr().err, "and no rows' bytes"
+        client.config_set("maxmemory", 0)
         with pytest.raises(ValueError, match="choose another prefix"):
             open_sink(url, prefix="cart")
         with pytest.raises(ValueError, match="unexpected keyword argument 'unknown'"):
@@ -371,6 +387,9 @@ def test_the_example_keeps_an_index_equal_to_a_table(tmp_path: Path) -> None:
         (["--to", "redis://user:secret@localhost:1/0"], 1, "tierstore: redis://localhost:1/0, prefix tierstore: "),
         (["--to", "unix:///nowhere?password=secret"], 1, "tierstore: unix:///nowhere, prefix tierstore: "),
         (["--to", "redis://localhost:1/0", "--prefix", "a:b"], 2, "prefix='a:b'"),
+        (["--to", "redis://u:secret@localhost:1/shop"], 2, "redis://localhost:1/shop, prefix tierstore: a database is"),
+        (["--to", "redis://localhost:port/0"], 2, "redis://localhost:port/0, prefix tierstore: Port could not"),
+        (["--to", "fed", "--metrics-port", "99999"], 2, "--metrics-port=99999 must be in"),
         (["--to", "redis://localhost:1/0", "--ttl", "0"], 2, "ttl=0"),
         (["--to", "redis://localhost"], 1, "redis://localhost needs more packages"),
     ],

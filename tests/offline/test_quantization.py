@@ -235,7 +235,9 @@ def versions(tmp_path):
             store["user"].evict(own[:1])
             users = users | dict.fromkeys(own.tolist()[1:], version)
             users.pop(int(own[0]), None)
-            store.commit(tensors={"n": torch.tensor(version), f"w{version}": torch.ones(1)})
+            kind = torch.int64 if version == 1 else torch.float32
+            dense = {"n": torch.tensor(version), "nan": torch.tensor(np.nan), "type": torch.ones(1, dtype=kind)}
+            store.commit(tensors={**dense, f"w{version}": torch.ones(1)})
             found[version] = items.copy(), users, torch.cat([*store["item"].written()]).numpy()
     return found
 
@@ -281,6 +283,12 @@ def test_differences_are_those_of_numpy(versions, tmp_path, capsys, is_copy):
     assert (item["config"], user | changed) == (grown, user)
     names = [found[f"{what}_{how}"] for what in ("tables", "tensors") for how in ("added", "dropped")]
     assert names == [[], ["gone", "other"] if is_copy else [], ["w3"], ["w1"]]
-    assert (found["tables"], found["tensors_changed"]) == ({}, ["n"])
+    assert (found["tables"], found["tensors_changed"]) == ({}, ["n", "type"])
     assert main(["diff", shop, f"{shop}@3"]) == 0
     assert capsys.readouterr().out == f"before: {shop}@3\nafter: {shop}@3\n"
+    with tierstore.open(tmp_path / "fixed", ddr="8MiB") as store:
+        config = tierstore.TableConfig(name="user", num_embeddings=9, embedding_dim=4)
+        store.create_table(config).write(torch.arange(3), torch.ones(3, 4))
+        store.commit()
+    user = diff(shop, str(tmp_path / "fixed"))["tables"]["user"]
+    assert (user["added"], user["removed"]) == (3, len(own))

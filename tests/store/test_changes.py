@@ -267,6 +267,9 @@ def test_a_change_is_good_until_the_next_and_a_name_is_for_one(
         for name in ("", "a/b", ".hidden", "x" * 101, 3):
             with pytest.raises(ValueError, match="consumer="):
                 store.changes(name)  # type: ignore[arg-type]
+        for since in ("1", True, 1.0):  # that of the cursor, but for its type
+            with pytest.raises(TypeError, match="since must be an int"):
+                store.changes("c", since=since)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="has no consumer 'c'"):
             store.forget_consumer("c")
         for _ in range(2):

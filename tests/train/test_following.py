@@ -124,13 +124,18 @@ def test_it_ends_goes_on_and_knows_what_it_has_read(tmp_path, folder, caplog):
 
 def test_files_that_are_not_whole_are_waited_for_then_refused(folder, caplog):
     cut = put(folder, "1.parquet", rows_of(10, 10)).read_bytes()[:-4]
-    for name in (".0.parquet", "_0.parquet", "0.parquet.part", "0.part.csv", "0_tmp.parquet", "_tmp/0.parquet"):
+    waiting = [".0.parquet", "_0.parquet", "0.parquet.part", "0.part.csv", "0_tmp.parquet", "_tmp/0.parquet"]
+    for name in (*waiting, "0.json", "1.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(cut)
     (folder / "0.parquet").write_bytes(cut)
+    put(folder, "0.part.7.parquet", rows_of(5, 5))
     reader = reader_of(folder, late="skip")
+    (folder / "day").symlink_to(folder.parent)
     assert taken(reader) == []
-    put(folder, "0.parquet", rows_of(0, 10))
+    left_out = [each.getMessage().split()[0] for each in caplog.records]
+    assert left_out == [str(folder / "0.json"), str(folder / "day")], "files of an ending, and folders, are named once"
+    put(folder, "0.parquet", rows_of(0, 5))
     assert taken(reader) == [*range(20)]
     (folder / "2.parquet").write_bytes(b"PAR1")
     put(folder, "3.parquet", rows_of(20, 10))
@@ -312,6 +317,9 @@ def test_what_cannot_be_read_in_full_is_an_error(folder, tmp_path):
     with pytest.raises(DataError, match=r"1.csv, row 0: no event time"):
         taken(reader_of(folder, order="time"))
     assert next(reader_of(folder).batches(HASHER, batch_size=4)).event_time is None
+    for key, choices in (("order", "name, time"), ("late", "error, skip")):
+        with pytest.raises(ValueError, match=f"{key}='Time' is not one of {choices}"):
+            reader_of(folder, **{key: "Time"})
     with pytest.raises(DataError, match=r"none is no folder: make it"):
         reader_of(tmp_path / "none")
     for key, message in (("data__shuffle_rows", "data.follow = True"), ("train__epochs", "train.epochs = 16")):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import TableError
-from ..system.checks import excerpt, packages_for
+from ..system.checks import excerpt, packages_for, require_int
 from ..system.sizes import format_count, format_size
 from ..system.terminal import arg, byte_bar, command, progress_bar
 
@@ -442,7 +442,7 @@ def _offer_metrics(feed: object, port: int) -> None:
     for key, name in {"rows_total": "num_rows", "version": "version", "event_time_seconds": "event_time"}.items():
         gauge = prometheus.Gauge(f"tierstore_feed_{key}", f"{name} of tierstore.feed.Feed", registry=registry)
         gauge.set_function(partial(getattr, feed, name))
-    prometheus.start_http_server(port, registry=registry)
+    prometheus.start_http_server(require_int(port, "--metrics-port", 0, 65_535), registry=registry)
 
 
 FEED: Final = command(

@@ -1,8 +1,4 @@
-"""A feed takes what each commit of a store changed to a sink; the contract of sinks.
-
-A sink keeps with its rows which commit they are of. If that is earlier than what the sink acknowledged, as in a Redis
-that began again with an older snapshot, or is none that the store's commits were made from, it gets all rows.
-"""
+"""A feed takes what each commit of a store changed to a sink; the contract of sinks."""
 
 import abc
 import math
@@ -54,16 +50,13 @@ class Sink(abc.ABC):
 
 
 class Feed:
-    """One store and one sink. The store's ``close`` ends it.
+    """One store and one sink. The store's ``close`` ends it. ``num_rows``: that the sink took so far, deleted ones too.
+    ``version``: that it holds; 0 before. ``event_time``: of the last commit that it took; NaN if it is not known.
 
     Args:
         consumer: the name of the store's cursor.
         tables: names of those to take; default: all. TableError: no such table.
         say: told in a line what was done, and, after each 10 s of a change, how far that is.
-
-    Attributes:
-        num_rows: that the sink took so far, deleted ones included.
-        version: that the sink holds; 0 before. event_time: of the last commit that it took; NaN if it is not known.
     """
 
     def __init__(

@@ -21,15 +21,9 @@ _PARTIAL: Final = ".partial"  # a name that readers of data sets skip
 
 
 class ParquetSink(Sink):
-    """Folders in order of their names, numbers of 12 digits. All but the last may be moved away.
-
-    ``PLACE.parquet`` has ``id``, int64, and ``vector``, float32 of the table's dim; null: the id is deleted.
-    ``manifest.json`` has what else a ``Change`` says; ``files`` names their tables.
-
-    Raises:
-        TierstoreError: another feed writes there. OSError. ValueError: a URL. ImportError, by ``apply``: no pyarrow.
-        FormatError: as ``position``.
-    """
+    """Folders in order of their names, numbers of 12 digits. docs/online.md says what is in each.
+    TierstoreError: another feed writes there. ValueError: a URL. FormatError: as ``position``. OSError. ImportError, by
+    ``apply``: no pyarrow."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder, self.name = Path(folder).absolute(), os.fspath(folder)

@@ -1,7 +1,4 @@
-"""Rows in Redis: the value of the key ``PREFIX:TABLE:ID`` is the row's bytes, little-endian.
-
-``PREFIX#position`` is the sink's position in JSON, version 0 while a full copy is taken.
-"""
+"""Rows in Redis, by the keys in docs/online.md; the position, in JSON, has version 0 while a full copy is taken."""
 
 import contextlib
 import json
@@ -48,14 +45,16 @@ class RedisSink(Sink):
             raise ValueError(f"prefix={excerpt(prefix)} may have letters, digits, '_', '.' and '-', as in 'shop'")
         require_choice(dtype, ("float32", "stored"), "dtype")
         self._ttl = None if ttl is None else require_int(ttl, "ttl", 1, 2**31)
-        self._rows, self._position, self._is_stored = f"{prefix}:", f"{prefix}#position", dtype == "stored"
+        self._rows, self._position, self._dtype = f"{prefix}:", f"{prefix}#position", dtype
         self._seen: tuple[str, bytes | None] = "", None  # the server's process, and what the position was
         self._error, self.name = redis.RedisError, f"{shown(url)}, prefix {prefix}"
-        self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
+        if re.match(r"rediss?://[^/?]*/\d*[^\d?]", url):  # redis-py would take database 0
+            raise ValueError(f"{self.name}: a database is a number, as in redis://localhost:6379/0")
         with self._errors():
             try:
+                self._redis: Any = redis.Redis.from_url(url, socket_timeout=_SECONDS)
                 is_new = not self._redis.exists(self._position)
-            except TypeError as error:  # what the URL asks for is not known
+            except (TypeError, ValueError) as error:  # what the URL asks for is not known
                 raise ValueError(f"{self.name}: {error}; see redis.Redis.from_url") from None
             if is_new and next(self._redis.scan_iter(f"{self._rows}*", _PAGE), None):
                 raise ValueError(f"{self.name}: there are keys that no feed wrote; choose another prefix")
@@ -65,7 +64,8 @@ class RedisSink(Sink):
         try:
             yield
         except self._error as error:
-            raise TierstoreError(f"{self.name}: {error}; the same command goes on once Redis takes rows") from error
+            reason = str(error).rpartition("of pipeline caused error: ")[2]  # what is before it has rows' bytes
+            raise TierstoreError(f"{self.name}: {reason}; the same command goes on once Redis takes rows") from error
 
     def position(self) -> Position | None:
         """As ``Sink.position``. ValueError: the key is not a feed's."""
@@ -73,7 +73,10 @@ class RedisSink(Sink):
             # The process first: after a restart, what was read may be lost.
             self._seen = self._redis.info("server")["run_id"], self._redis.get(self._position)
         try:
-            return Position(*found) if (found := json.loads(self._seen[1] or b"null")) else None
+            *found, options = [*(json.loads(self._seen[1] or b"null") or ()), ["float32", None]][:6]  # older: none
+            if found and options != [self._dtype, self._ttl]:
+                found[:2] = 0, ""  # all rows come again
+            return Position(*found) if found else None
         except (ValueError, TypeError):
             raise ValueError(f"{self.name}: no feed wrote {self._position}; choose another prefix") from None
 
@@ -100,7 +103,7 @@ class RedisSink(Sink):
             if (pipe.info("server")["run_id"], pipe.get(self._position)) != self._seen:
                 raise TierstoreError(f"{self.name} was started again, or another feed writes there: take it once more")
             pipe.multi()
-            pipe.set(self._position, text := json.dumps(position).encode())
+            pipe.set(self._position, text := json.dumps([*position, [self._dtype, self._ttl]]).encode())
             pipe.execute()
         self._seen = self._seen[0], text
 
@@ -108,7 +111,7 @@ class RedisSink(Sink):
         head, values, rows = f"{self._rows}{batch.table}:".encode(), batch.values, list[bytes]()
         keys = [b"%b%d" % (head, each) for each in batch.ids.tolist()]
         if values is not None:
-            raw = (values if self._is_stored else values.float()).contiguous().view(torch.uint8).numpy()
+            raw = (values if self._dtype == "stored" else values.float()).contiguous().view(torch.uint8).numpy()
             rows = raw.view(f"V{raw.shape[1]}")[:, 0].tolist()
         pipe = self._redis.pipeline(transaction=False)
         for first in range(0, len(keys), _ROWS):

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from safetensors.torch import save
 
 from ..ids.configs import LFU
 from ..kernels.arrays import Int64s
@@ -61,7 +62,7 @@ def diff(before: str, after: str) -> dict[str, Any]:
     tensors. Tables of one store, or of copies of it, are compared by place, whatever their names are; others by name.
     If ``after`` was made from ``before``, of fixed ids only rows that were written since are read."""
     with _open(before) as old, _open(after) as new:
-        a, b = old.tensors(), new.tensors()
+        a, b = (dict(sorted(each.tensors().items())) for each in (old, new))
         is_same, keys = old._catalog.manifest.store_id == new._catalog.manifest.store_id, None
         was, now = ({each.index if is_same else each.name: each for each in of.tables.values()} for of in (old, new))
         if is_same and old.version and old.commit_id(old.version) == new.commit_id(old.version) != "":
@@ -75,7 +76,7 @@ def diff(before: str, after: str) -> dict[str, Any]:
             "tables": {name: each for name, each in found.items() if any(each.values())},
             "tables_added": [each.name for place, each in now.items() if place not in was],
             "tables_dropped": [each.name for place, each in was.items() if place not in now],
-            "tensors_changed": [name for name in a if name in b and not torch.equal(a[name], b[name])],
+            "tensors_changed": [name for name in a if name in b and save({"": a[name]}) != save({"": b[name]})],
             "tensors_added": [name for name in b if name not in a],
             "tensors_dropped": [name for name in a if name not in b],
         }
@@ -90,7 +91,7 @@ def _difference(old: Table, new: Table, keys: Int64s | None) -> dict[str, Any]:
         ids, others = _written(old), _written(new)
     else:
         ids = others = keys[keys >> KEY_ROW_BITS == new.index] & ROW_MASK
-    is_dynamic, least = new.ids is not None, min(old.config.num_embeddings, new.config.num_embeddings)
+    is_dynamic, least = (old.ids, new.ids) != (None, None), min(old.config.num_embeddings, new.config.num_embeddings)
     both = np.intersect1d(ids, others) if is_dynamic else (every := np.union1d(ids, others))[every < least]
     for part in torch.split(torch.from_numpy(both), _CHUNK) if "embedding_dim" not in config else ():
         rows, others_rows = old.read(part).float(), new.read(part).float()

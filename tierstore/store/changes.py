@@ -1,9 +1,8 @@
 """The feed of changes: what changed in a store, commit by commit, for consumers whose cursors it keeps.
 
-A cursor is the commit up to which a consumer acknowledged all changes. Later ones are read from the log, as far back as
-the lineage of the newest commit goes. The log does not tell which id a row had before: a consumer has a file of the ids
-that it was told for each table with dynamic ids, 16 bytes a row. "How changes reach other systems" in
-docs/architecture.md says in which order file and cursor are written, so that a kill loses no tombstone.
+A cursor is the commit up to which a consumer acknowledged all changes. The log has later ones, but not which id a row
+had before: a consumer has a file of the ids that it was told for each table with dynamic ids, 16 bytes a row. In which
+order file and cursor are written is in docs/architecture.md, "How changes reach other systems".
 """
 
 import contextlib
@@ -99,9 +98,6 @@ def _checksum(folder: Path, text: str) -> str:
 class _ToldIdsError(DamagedError):
     """The file of told ids is missing, or has a damaged entry."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} is missing, or does not match its checksum; the consumer gets a full copy next")
-
 
 class _ToldIds:
     """A file of the ids that a consumer was told, by row. An entry, uint64 [2], is an id and a checksum, which is 0 of
@@ -110,7 +106,7 @@ class _ToldIds:
     def __init__(self, path: Path, num_rows: int, *, is_new: bool) -> None:
         self._path = path
         if not (is_new or path.exists()):
-            raise _ToldIdsError(path)
+            raise _ToldIdsError(f"{path} is missing; the consumer gets a full copy")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with files.output_errors(path), open(os.open(path, flags, 0o666), "r+b") as file:
             # A write to the map of what has no place on the device would end the process.
@@ -122,7 +118,7 @@ class _ToldIds:
         entries = np.asarray(self._map)[rows]
         if not np.array_equal(entries, _entries(rows, entries[:, 0], entries[:, 1])):
             self._path.unlink()
-            raise _ToldIdsError(self._path)
+            raise _ToldIdsError(f"{self._path} does not match its checksums; the consumer gets a full copy next")
         return entries
 
     def put(self, parts: Iterable[tuple[Int64s, Words]]) -> None:
@@ -159,8 +155,7 @@ class Change:
     Attributes:
         since: that version; 0 with ``is_full``. version: the newest one. commit_id: of that, as ``Store.commit_id``.
         event_time: of the commit, ``extra["event_time"]``, seconds since 1970; None if it has none.
-        is_full: all rows: the receiver must have nothing else afterwards. The consumer is new, or its cursor is none of
-            the last 256 commits that this one was made from, as after a rollback.
+        is_full: all rows: the receiver must have nothing else afterwards. docs/online.md says when that comes.
         tables: of now. places: [place, name] of each, in order.
         dropped: names of tables whose rows the receiver must drop, before it takes those of ``rows``.
     """
@@ -180,8 +175,7 @@ class Change:
         """Batches of up to 8 MiB, table by table, tombstones of a table first; may be called twice. Rows never written
         have first values, and are not among them. DamagedError: a row is."""
         batches = self._feed._batches()
-        while (batch := self._feed._use(self, lambda: next(batches, None))) is not None:
-            yield batch
+        return iter(lambda: self._feed._use(self, lambda: next(batches, None)), None)
 
     def ack(self) -> None:
         """The receiver has it all: move the cursor, durably. May be called twice. DiskFullError, ReadOnlyError,
@@ -192,13 +186,11 @@ class Change:
 
 class ChangeFeed(ClosedWhenDropped, contextlib.AbstractContextManager["ChangeFeed"]):
     """The changes of a store for one consumer; made by ``Store.changes``. A context manager that closes it.
+    ``store_id``: as the manifest has it; a copy's is the same. ``cursor``: what is saved for the consumer.
 
     One thread at a time may use it; another may close it. Memory, besides the store's: 8 bytes for each row that
     changed, some 100 if it has a dynamic id, and 32 MiB; where the store is open for writing, a map of the
     rows, too. Until it is iterated again the writer reuses no page of what it showed last, and the row file grows.
-
-    Attributes:
-        store_id: as its manifest has it; a copy's is the same. cursor: what is saved for the consumer.
     """
 
     _is_closed = True  # until all of it is there

@@ -33,7 +33,7 @@ from ..optim import Optimizer
 from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
-from ..system.checks import Unpicklable
+from ..system.checks import Unpicklable, require_int
 from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
 from ..system.terminal import html_table
@@ -408,8 +408,8 @@ class Store(ClosedWhenDropped, Unpicklable):
                 copy comes.
 
         Raises:
-            ValueError: no name. TierstoreError: the name is in use elsewhere; or the store is in memory, or sharded.
-            DiskFullError, ReadOnlyError: the cursor cannot be kept. ClosedError.
+            ValueError, TypeError: no name, or version. TierstoreError: the name is in use elsewhere; or the store is in
+            memory, or sharded. DiskFullError, ReadOnlyError: the cursor cannot be kept. ClosedError.
         """
         self.require_open()
         if not isinstance(self._cold, LmdbColdTier) or RANK_KEY in self._catalog.version.extra:
@@ -417,6 +417,7 @@ class Store(ClosedWhenDropped, Unpicklable):
                 f"{self.directory} is in memory, or sharded, and has no feed of changes: give the store a directory; "
                 "make one store of all ranks' parts by tierstore reshard DIR NEW_DIR --plain"
             )
+        since = None if since is None else require_int(since, "since", 0, 2**40)
         folder, reader = self._end_feed(consumer), self
         if not self._follows:
             reader = Store(

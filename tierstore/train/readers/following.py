@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, filterfalse, takewhile
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from ...system.checks import require_choice
 from .arrow import ParquetReader, is_data, names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema
 from .categories import FeatureHasher
@@ -22,7 +23,7 @@ from .npy import NpyReader
 
 _LOG: Final = logging.getLogger("tierstore")
 END_MARKER: Final = "_END"
-_TEMPORARY: Final = re.compile(r"(\.part|[._]tmp)(\.|$)", re.IGNORECASE)
+_TEMPORARY: Final = re.compile(r"(\.part(\.[a-z].*)?|[._]tmp(\..*)?)$", re.IGNORECASE)
 _POLL_SECONDS, _STALL_SECONDS = 0.1, 60.0
 _LIST_SHARE: Final = 10  # a folder is listed again after so many times what listing it took
 _REMEMBERED: Final = 100  # files that were read last, by which a run that goes on knows which came late
@@ -50,6 +51,8 @@ class FollowingReader(Reader):
         self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA, quoting: bool = True, order: FollowOrder = "name",
         late: LateFiles = "error", settle_seconds: float = 1.0, until: float = math.inf, checks_files: bool = True,
     ) -> None:  # fmt: skip
+        require_choice(order, get_args(FollowOrder), "order")
+        require_choice(late, get_args(LateFiles), "late")
         self.path, self.schema, self.files = Path(path), schema, ()
         if not self.path.is_dir():
             raise DataError(f"{path} is no folder: make it, or name the one that files come to")
@@ -57,6 +60,7 @@ class FollowingReader(Reader):
             raise ValueError("order='time' goes by event times: name their column (data.time_column)")
         self._by_time, self._skips, self._settle_seconds = order == "time", late == "skip", settle_seconds
         self._quoting, self._until, self._checks_files = quoting, until, checks_files
+        self._left_out = set[str]()  # endings of which one was logged
         self.seek({"file": "", "row": 0, "size_bytes": 0, "is_done": True, "recent": [], "is_cut": False})
 
     def seek(self, position: dict[str, Any]) -> None:
@@ -129,9 +133,15 @@ class FollowingReader(Reader):
 
     def _list(self) -> None:
         begun, endings = time.monotonic(), (*ParquetReader.endings, *CsvReader.endings, "label.npy")
-        self._sure, names = (  # the second listing has all that came before a file of the first
-            {name.removesuffix("/label.npy") for name in names_below(self.path) if is_data(name, endings)} for _ in "12"
+        listings = [names_below(self.path) for _ in "12"]  # the second has all that came before a file of the first
+        self._sure, names = (
+            {name.removesuffix("/label.npy") for name in listed if is_data(name, endings)} for listed in listings
         )
+        others = [name for name in listings[1] if not name.lower().endswith((*endings, ".npy"))]
+        for name in filterfalse(_TEMPORARY.search, others):
+            if is_data(name, ("",)) and (ending := Path(name).suffix) not in self._left_out:
+                self._left_out.add(ending)
+                _LOG.warning("%s and what ends like it is left out: it is no Parquet, CSV or array", self.path / name)
         self._read, self._earlier = self._read & names, self._earlier & names
         self._listing += 1
         found = filterfalse(_TEMPORARY.search, names - self._read)
