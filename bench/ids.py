@@ -178,20 +178,23 @@ def _tell_stream(found: Figures) -> Report:
 
 
 def _measure_commit(request: Run, _: Figures) -> Figures:
+    """Commits of both kinds take turns."""
     found: dict[str, list[float]] = {DYNAMIC: [], FIXED: []}
     config = request.config
-    rows, new = config["commit_rows"], config["commit_new"]
-    fill = rows - new * (config["repetitions"] + 1)
-    for kind, seconds in found.items():
-        with fresh_folder(request.folder / "ids_commit") as path, tierstore.open(path, ddr="3GiB") as store:
-            rule = tierstore.DynamicIds() if kind == DYNAMIC else None
-            module = tierstore.TieredEmbeddingBag(_table(store, rows, 16, rule))
-            for first in [*range(0, fill, new), *range(fill, fill + new * config["repetitions"], new)]:
+    rows, new, repetitions = config["commit_rows"], config["commit_new"], config["repetitions"]
+    with contextlib.ExitStack() as stack:
+        stores, modules = dict[str, tierstore.Store](), dict[str, tierstore.TieredEmbeddingBag]()
+        for kind, rule in ((DYNAMIC, tierstore.DynamicIds()), (FIXED, None)):
+            folder = stack.enter_context(fresh_folder(request.folder / f"ids_commit_{rule is None}"))
+            stores[kind] = stack.enter_context(tierstore.open(folder, ddr="3GiB"))
+            modules[kind] = tierstore.TieredEmbeddingBag(_table(stores[kind], rows, 16, rule))
+        for first in range(0, rows - new + 1, new):
+            for kind, module in modules.items():
                 module(torch.arange(first, first + new), torch.arange(0, new, 8)).sum().backward()
-                if first + new >= fill:
+                if first >= rows - new * (repetitions + 1):
                     begun = time.perf_counter()
-                    store.commit()
-                    seconds.append(time.perf_counter() - begun)
+                    stores[kind].commit()
+                    found[kind].append(time.perf_counter() - begun)
     return {kind: values[1:] for kind, values in found.items()}
 
 
