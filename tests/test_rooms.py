@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tierstore"
 LINES = {
     "errors": 107, "system": 1369, "settings": 310, "report": 186, "layout": 169, "kernels": 2092, "init": 167,
     "optim": 888, "ids": 938, "config": 242, "cache": 2058, "io": 6261, "pool": 2443, "hbm": 3066, "lookup": 935,
-    "trace": 459, "store": 4721, "exchange": 935, "nn": 2804, "dist": 5224, "models": 405, "metrics": 255,
+    "trace": 459, "store": 4721, "exchange": 935, "nn": 2804, "dist": 5225, "models": 405, "metrics": 255,
     "offline": 811, "updates": 1661, "feed": 380, "train": 4610, "plan": 3696, "serve": 6749, "precision": 370,
     "warm_up": 339, "cli": 1423,
 }  # fmt: skip

@@ -138,7 +138,7 @@ class Predictions:
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
         columns = zip(_COLUMNS, (labels, logits, *of_rows), strict=False)
         batch = {name: torch.as_tensor(each) for name, each in columns if each is not None}
-        if batch.keys() != (first := [*self._batches, batch][0]).keys():
+        if batch.keys() != (first := (self._batches or [batch])[0]).keys():
             raise ValueError(f"a batch has {', '.join(batch)}, the first had {', '.join(first)}: give all the same")
         for name, each in batch.items():
             if len(each) != len(logits) or (name in _COLUMNS[2:] and each.ndim > 1):
@@ -149,7 +149,7 @@ class Predictions:
 
     def columns(self) -> dict[str, Tensor]:
         """Of all rows, a copy of what ``add`` took, by name."""
-        columns = {name: [each[name] for each in self._batches] for name in [*self._batches, {}][0]}
+        columns = {name: [each[name] for each in self._batches] for name in (self._batches or [{}])[0]}
         return {name: torch.cat([own[0].to(own[-1].device), *own[1:]]) for name, own in columns.items()}
 
     def __getstate__(self) -> Any:  # arrays, which are faster to pickle than tensors

@@ -147,7 +147,8 @@ class Search:
     def best(self, progress: Callable[[int, int], None] | None = None) -> Prediction:
         """The best plan found; ``progress`` is given the rounds done, and how many there may be. ValueError: the tables
         exceed the ranks' limits."""
-        starts = sorted(self._starts(), key=lambda state: state.score)
+        distinct = {state.options.tobytes(): state for state in self._starts()}
+        starts = sorted(distinct.values(), key=lambda state: state.score)
         if not starts:
             size_bytes = sum(table.size_bytes(_PAGE_BYTES) for table in self._tables)
             raise ValueError(
