@@ -118,7 +118,7 @@ class Feed:
             raise ValueError(f"{self._sink.name} holds rows of another store, {position.store_id}: {way}")
         found = self._store.commit_id(position.version), self._tables, changes.cursor.tables
         if position[1:4] != found:
-            self._say("the sink has half a copy, another commit, or other tables: it gets all rows")
+            self._say("the sink has half a copy, another commit, other tables, dtype or ttl: it gets all rows")
         return position[1:4] == found and position.version >= changes.cursor.acked.version
 
     def _counted(self, change: Change) -> Iterator[ChangedBatch]:
